@@ -1,0 +1,1 @@
+"""Turn a file into chunks: decode, sample, make upright, convert to 8-bit RGB."""

@@ -1,0 +1,169 @@
+"""What media input hands on: the sampling asked for, what a file is, and its chunks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+
+from .errors import SamplingError
+
+Kind = Literal["video", "image", "text"]
+
+_HIGHEST_FPS = 1000.0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a file is cut into chunks.
+
+    Parameters
+    ----------
+    fps : float
+        Samples per second of video.
+    chunk_seconds : float
+        Length of a video chunk; ``chunk_seconds * fps`` must reach one sample.
+    frame_multiple : int
+        The frame count of each chunk is filled up to a multiple of this by repeating its last frame (the
+        temporal patch of the vision tower).
+    chunk_tokens : int
+        Length of a text chunk in tokens. Text is not cut here: a text file is one `MediaChunk`.
+
+    Raises
+    ------
+    SamplingError
+        If a value is not positive or a chunk would hold less than one sample.
+    """
+
+    fps: float = 2.0
+    chunk_seconds: float = 8.0
+    frame_multiple: int = 2
+    chunk_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("fps", "chunk_seconds", "frame_multiple", "chunk_tokens"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise SamplingError(f"{name} is {value}, expected a number above 0")
+        for name in ("frame_multiple", "chunk_tokens"):
+            if getattr(self, name) != int(getattr(self, name)):
+                raise SamplingError(f"{name} is {getattr(self, name)}, expected a whole number")
+        if self.fps > _HIGHEST_FPS:
+            raise SamplingError(f"fps is {self.fps:g}, the highest rate is {_HIGHEST_FPS:g}")
+        if self.rate * self.chunk_length < 1:
+            raise SamplingError(
+                f"a chunk of {self.chunk_seconds:g} s at {self.fps:g} fps holds less than one sample, "
+                f"expected at least {1 / self.fps:g} s"
+            )
+
+    @property
+    def rate(self) -> Fraction:
+        """Samples per second, as the exact decimal number that `fps` is written as."""
+        return exact(self.fps)
+
+    @property
+    def chunk_length(self) -> Fraction:
+        """Seconds per chunk, as the exact decimal number that `chunk_seconds` is written as."""
+        return exact(self.chunk_seconds)
+
+    def first_sample(self, chunk: int) -> int:
+        """Return the index of the first sample of a chunk; sample k lies at k / fps seconds."""
+        return math.ceil(chunk * self.chunk_length * self.rate)
+
+
+def exact(value: float) -> Fraction:
+    """Return a number as the fraction that its shortest decimal writing names (0.1 is 1/10)."""
+    return Fraction(repr(float(value)))
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """What a file is, from its headers and its packet times.
+
+    Attributes
+    ----------
+    path : str
+        The absolute path, `printable`; for showing, not for opening.
+    kind : {"video", "image", "text"}
+        Found from the content, never from the name.
+    content_sha256 : str
+        SHA-256 of the file's bytes, hex.
+    size_bytes : int
+    width, height : int or None
+        Of the upright picture, in pixels.
+    duration_s : float or None
+        From the first displayed frame to the end of the last one, as the packets state it.
+    num_frames : int or None
+        Packets of the chosen stream: an estimate of what the decoder will show.
+    stream_index : int or None
+        The container's index of the chosen video stream.
+    codec : str or None
+        Name of the codec or of the image format.
+    decoder : str
+        Name and version of what decodes it; part of the source key, since another decoder may give other
+        pixels.
+    rotation : int
+        Degrees clockwise by which stored pixels are turned to stand upright (a mirror image is in `notes`).
+    notes : tuple of str
+        What a user should know, one line each.
+    mtime_ns : int
+        Only to notice that the file changed between `inspect` and `chunks`; never identity.
+    complete : bool
+        False where the container names more bytes than the file has.
+    """
+
+    path: str
+    kind: Kind
+    content_sha256: str
+    size_bytes: int
+    width: int | None
+    height: int | None
+    duration_s: float | None
+    num_frames: int | None
+    stream_index: int | None
+    codec: str | None
+    decoder: str
+    rotation: int = 0
+    notes: tuple[str, ...] = ()
+    mtime_ns: int = 0
+    complete: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class MediaChunk:
+    """One unit of reuse, before the processor.
+
+    Attributes
+    ----------
+    kind : {"video", "image", "text"}
+    index : int
+        Position in its source, from 0.
+    name : str
+        The file's printable name; for video with ``#index``, such as ``cards.mp4#3``.
+    start_s, end_s : float or None
+        Video: the span that its samples stand for, relative to the first displayed frame; half-open.
+    frames : np.ndarray or None
+        uint8 RGB, upright and C-contiguous: (N, H, W, 3) for video, (H, W, 3) for an image.
+    frame_times_s : tuple of float
+        Video: for each of the N frames the presentation time of the frame that serves it.
+    repeats : tuple of bool
+        Video: for each of the N frames whether it shows again what the sample before it showed, because no
+        other frame was nearer or to fill up `Sampling.frame_multiple`.
+    fps : float or None
+        Video: the rate that the N frames stand at, to be handed on to the processor.
+    text : str or None
+    """
+
+    kind: Kind
+    index: int
+    name: str
+    start_s: float | None = None
+    end_s: float | None = None
+    frames: np.ndarray | None = None
+    frame_times_s: tuple[float, ...] = ()
+    repeats: tuple[bool, ...] = ()
+    fps: float | None = None
+    text: str | None = None

@@ -1,0 +1,137 @@
+"""Open a container safely, choose its video stream and walk its packets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+import av
+from av.stream import Disposition
+
+from .errors import MediaError
+
+#: Demuxers that read the file itself and nothing else; playlists and scripts that name other files are out.
+_DEMUXERS = (
+    "aac,aiff,asf,av1,avi,flac,flv,gxf,h264,hevc,ivf,matroska,webm,matroska,webm,mjpeg,mov,mp4,m4a,3gp,3g2,mj2,"
+    "mp3,mpeg,mpegts,mpegtsraw,mpegvideo,mxf,nut,obu,ogg,rm,vc1,vvc,w64,wav,yuv4mpegpipe"
+)
+_NO_PICTURES = Disposition.attached_pic | Disposition.timed_thumbnails | Disposition.still_image
+
+
+class _Bytes:
+    """A file without its name, which the library would take for a URL or fail to encode."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.read = file.read
+        self.seek = file.seek
+        self.tell = file.tell
+
+
+def decoder_name() -> str:
+    """Return what decodes video, with the versions of the libraries that can change a pixel."""
+    codec, scale = (".".join(map(str, av.library_versions[name])) for name in ("libavcodec", "libswscale"))
+    return f"pyav {av.__version__} libavcodec {codec} libswscale {scale}"
+
+
+def reason_of(error: av.FFmpegError) -> str:
+    """Return what an FFmpeg error says, without its number and without the file name."""
+    return (error.strerror or str(error)).rstrip(".")
+
+
+@contextmanager
+def opened(path: str, file: BinaryIO) -> Iterator[av.container.InputContainer]:
+    """Open a container on a file and close it afterwards.
+
+    Parameters
+    ----------
+    path : str
+        For errors.
+    file : binary file
+        Seekable; read from its start.
+
+    Raises
+    ------
+    MediaError
+        If no known container opens.
+    """
+    file.seek(0)
+    try:
+        container = av.open(
+            _Bytes(file),
+            mode="r",
+            container_options={"format_whitelist": _DEMUXERS, "protocol_whitelist": "none"},
+            metadata_errors="replace",
+            buffer_size=1 << 17,
+        )
+    except av.FFmpegError as error:
+        raise MediaError(
+            path,
+            f"no video can be opened in it ({reason_of(error)})",
+            "its index may be missing: a recording that was cut off, or a download that did not finish",
+        ) from error
+    with container:
+        yield container
+
+
+def choose_stream(
+    path: str, container: av.container.InputContainer
+) -> tuple[av.VideoStream, tuple[str, ...]]:
+    """Choose the video stream to read and turn its threads on.
+
+    Pictures attached to a sound file and thumbnails are no video. Of the others the first choice is one that is
+    marked as default, then the one with the largest area, then the lowest index.
+
+    Returns
+    -------
+    stream : av.VideoStream
+    notes : tuple of str
+        Says which one was taken where there was a choice.
+
+    Raises
+    ------
+    MediaError
+        If there is no video stream or no decoder for it.
+    """
+    streams = [s for s in container.streams.video if not s.disposition & _NO_PICTURES]
+    if not streams:
+        raise MediaError(path, _without_video(container))
+    readable = [s for s in streams if s.codec_context is not None]
+    if not readable:
+        raise MediaError(path, "there is no decoder for its video")
+    stream = min(
+        readable, key=lambda s: (not s.disposition & Disposition.default, -s.width * s.height, s.index)
+    )
+    stream.thread_type = "AUTO"
+    if len(streams) == 1:
+        return stream, ()
+    marked = ", marked as default" if stream.disposition & Disposition.default else ""
+    return stream, (
+        f"stream {stream.index} of {len(streams)} video streams is taken ({stream.width}x{stream.height}{marked})",
+    )
+
+
+def _without_video(container: av.container.InputContainer) -> str:
+    if container.streams.audio:
+        cover = " and a cover picture" if container.streams.video else ""
+        return f"it holds sound{cover} but no video"
+    return "it holds no video"
+
+
+def last_indexed_byte(stream: av.VideoStream) -> int:
+    """Return the end of the furthest frame that the container's index names, 0 without an index."""
+    return max((entry.pos + entry.size for entry in stream.index_entries), default=0)
+
+
+def decoded(packet: av.Packet) -> list[av.VideoFrame]:
+    """Decode a packet; frames that the decoder marks as damaged raise as undecodable packets do.
+
+    Raises
+    ------
+    av.FFmpegError
+        If the packet or one of its frames is damaged.
+    """
+    frames = packet.decode()
+    if any(frame.is_corrupt for frame in frames):
+        raise av.error.InvalidDataError(0, "the decoder marks a frame as damaged")
+    return frames
