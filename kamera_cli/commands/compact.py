@@ -1,0 +1,41 @@
+"""``kamera compact``: make the store's file as small as what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from kamera_cli.commands.session import Session, command
+from kamera_cli.output import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kamera_store import CompactReport
+
+
+@command
+def compact(session: Session) -> None:
+    """Copy what the store holds into a fresh file and swap it in.
+
+    Needs room for the copy. A kill in between leaves the old file or the new one, never neither.
+    """
+    with session.store(read_only=False) as store, session.output.working():
+        report = store.compact()
+    session.output.result("compact", compact_payload(report), lambda: compact_view(report))
+
+
+def compact_payload(report: CompactReport) -> dict[str, int]:
+    """The fields of ``kamera.compact.v1``."""
+    return {"before_bytes": report.before_bytes, "after_bytes": report.after_bytes}
+
+
+def compact_view(report: CompactReport) -> Iterable[RenderableType]:
+    """What people see."""
+    yield compact_line(compact_payload(report))
+
+
+def compact_line(sizes: Mapping[str, int]) -> str:
+    """``file 1.0 MiB → 8.0 KiB, 1016.0 KiB given back to the disk``."""
+    before, after = sizes["before_bytes"], sizes["after_bytes"]
+    return f"file {format_bytes(before)} → {format_bytes(after)}, {format_bytes(max(before - after, 0))} given back to the disk"

@@ -1,0 +1,162 @@
+"""``kamera compile-patches``: form patches ahead of the first question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from kamera_cli.commands.session import ChunksArgument, Session, WindowOption, command
+from kamera_cli.errors import UsageError
+from kamera_cli.output import count, display, format_bytes, format_ms, format_number, short_id, table
+from kamera_cli.results import CompileResult
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@command
+def compile_patches(
+    session: Session,
+    chunks: ChunksArgument = None,
+    window: WindowOption = "default",
+    kind: Annotated[
+        Literal["exact"], typer.Option("--kind", help="exact: for the antecedents in this order")
+    ] = "exact",
+    rank: Annotated[
+        str, typer.Option("--rank", metavar="M|auto", help="Columns of a patch; auto keeps --energy")
+    ] = "auto",
+    energy: Annotated[
+        float, typer.Option("--energy", help="Share of the residual's energy that --rank auto captures")
+    ] = 0.99,
+    dtype: Annotated[
+        Literal["auto", "fp32", "fp16", "bf16"], typer.Option("--dtype", help="Dtype of the patch's factors")
+    ] = "auto",
+) -> None:
+    """Form patches for a window's order, or for the order of the given chunks.
+
+    Each chunk after the first gets a patch for what stands before it.
+    """
+    with session.engine() as engine:
+        result = engine.compile_patches(
+            chunks or None,
+            window=window,
+            kind=kind,
+            rank=parse_rank(rank),
+            energy=parse_energy(energy),
+            factor_dtype=dtype,
+        )
+    session.output.result("compile-patches", payload(result), lambda: view(result))
+
+
+def parse_rank(text: str) -> int | Literal["auto"]:
+    """``auto`` or a whole number from 1 up.
+
+    Raises
+    ------
+    UsageError
+        For anything else; the upper bound (the chunk's tokens) is the engine's to know.
+    """
+    if text == "auto":
+        return "auto"
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--rank {text!r} is neither 'auto' nor a whole number from 1 up")
+    return int(text)
+
+
+def parse_energy(share: float) -> float:
+    """A share above 0 and up to 1.
+
+    Raises
+    ------
+    UsageError
+        Outside of that range, and for NaN.
+    """
+    if not 0.0 < share <= 1.0:
+        raise UsageError(f"--energy {share} is no share; give a number above 0 and up to 1")
+    return share
+
+
+def payload(result: CompileResult) -> dict[str, object]:
+    """The fields of ``kamera.compile-patches.v1``."""
+    return {
+        "window": result.window,
+        "kind": result.kind,
+        "patches": [
+            {
+                "id": patch.id,
+                "chunk": patch.chunk,
+                "chunk_number": patch.chunk_number,
+                "antecedents": patch.antecedents,
+                "outcome": patch.outcome,
+                "ranks": patch.ranks,
+                "energy": patch.energy,
+                "kl": patch.kl,
+                "kl_blind": patch.kl_blind,
+                "patch_bytes": patch.patch_bytes,
+                "chunk_kv_bytes": patch.chunk_kv_bytes,
+                "form_ms": patch.form_ms,
+            }
+            for patch in result.patches
+        ],
+        "patch_bytes": sum(patch.patch_bytes for patch in result.patches),
+        "prefill_ms": result.prefill_ms,
+        "total_ms": result.total_ms,
+    }
+
+
+def view(result: CompileResult) -> Iterable[RenderableType]:
+    """What people see."""
+    if not result.patches:
+        yield f"window {display(result.window)}: no chunk stands after another one, so there is nothing to patch"
+        return
+    yield table(
+        (
+            ">#",
+            "patch",
+            "before it",
+            "outcome",
+            ">rank",
+            ">energy",
+            ">KL",
+            ">KL unpatched",
+            ">size",
+            ">of KV",
+            ">formed in",
+        ),
+        (
+            (
+                patch.chunk_number or "–",
+                short_id(patch.id),
+                " ".join(short_id(chunk) for chunk in patch.antecedents),
+                patch.outcome,
+                format_ranks(patch.ranks),
+                format_share(patch.energy),
+                format_number(patch.kl),
+                format_number(patch.kl_blind),
+                format_bytes(patch.patch_bytes),
+                format_share(patch.patch_bytes / patch.chunk_kv_bytes if patch.chunk_kv_bytes else None),
+                format_ms(patch.form_ms),
+            )
+            for patch in result.patches
+        ),
+    )
+    formed = sum(patch.outcome == "formed" for patch in result.patches)
+    yield (
+        f"{count(formed, 'patch')} formed, {len(result.patches) - formed} found in {format_ms(result.total_ms)} "
+        f"(one prefill of {format_ms(result.prefill_ms)} served them all)"
+    )
+
+
+def format_ranks(ranks: tuple[int, ...]) -> str:
+    """``16``, or ``4–16`` when layers differ."""
+    if not ranks:
+        return "–"
+    low, high = min(ranks), max(ranks)
+    return str(low) if low == high else f"{low}–{high}"
+
+
+def format_share(share: float | None) -> str:
+    """``99.1 %``; ``–`` for None."""
+    return "–" if share is None else f"{share * 100:.1f} %"

@@ -1,0 +1,208 @@
+"""``kamera evict``: take chunks out of a window, or drop what the store can spare."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kamera_cli.commands.compact import compact_line, compact_payload
+from kamera_cli.commands.recall import entry_payload, order_line
+from kamera_cli.commands.session import (
+    ChunksArgument,
+    DryRunOption,
+    Session,
+    WindowOption,
+    YesOption,
+    command,
+    store_line,
+)
+from kamera_cli.errors import UsageError
+from kamera_cli.output import count, display, format_bytes, short_id, table
+from kamera_cli.results import EvictResult, WindowEntry
+from kamera_cli.settings import parse_bytes, parse_duration_s
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kamera_store import EvictionPlan, Stats
+
+
+@command
+def evict(
+    session: Session,
+    chunks: ChunksArgument = None,
+    window: WindowOption = "default",
+    oldest: Annotated[
+        int | None, typer.Option("--oldest", metavar="N", min=1, help="The first N chunks")
+    ] = None,
+    purge: Annotated[bool, typer.Option("--purge", help="Delete them from the store too")] = False,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="BYTES", help="Store-wide: delete until it holds this much, as in 10GB"),
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option("--older-than", metavar="TIME", help="Store-wide: delete what was not used for 7d, 12h"),
+    ] = None,
+    compact: Annotated[bool, typer.Option("--compact", help="Afterwards make the file smaller")] = False,
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+) -> None:
+    """Take chunks out of a window; the store keeps them for `kamera recall`.
+
+    With --to or --older-than: delete from the store, least used and cheapest to rebuild first, never what a window
+    holds. Deleting frees room inside the file; only --compact makes the file smaller.
+    """
+    names = list(chunks or ())
+    in_window = bool(names) or oldest is not None
+    store_wide = to is not None or older_than is not None
+    check_request(names, oldest, store_wide=store_wide, purge=purge, compact=compact)
+    if in_window:
+        result = evict_from_window(session, names, window=window, oldest=oldest, purge=purge, dry_run=dry_run)
+        report = finish(session, compact=compact and not dry_run)
+        session.output.result("evict", window_payload(result) | report, lambda: window_view(result, report))
+        return
+    plan, freed_bytes = evict_from_store(session, to=to, older_than=older_than, dry_run=dry_run, yes=yes)
+    report = finish(session, compact=compact and not dry_run)
+    session.output.result(
+        "evict",
+        plan_payload(plan, freed_bytes, dry_run) | report,
+        lambda: plan_view(plan, freed_bytes, dry_run, report),
+    )
+
+
+def check_request(
+    names: list[str], oldest: int | None, *, store_wide: bool, purge: bool, compact: bool
+) -> None:
+    """Refuse requests that contradict themselves or ask for nothing.
+
+    Raises
+    ------
+    UsageError
+        Naming the options that do not go together.
+    """
+    if names and oldest is not None:
+        raise UsageError("name chunks or give --oldest, not both")
+    if store_wide and (names or oldest is not None or purge):
+        raise UsageError(
+            "--to and --older-than plan for the whole store; they take no chunks, --oldest or --purge"
+        )
+    if not (names or oldest is not None or store_wide or compact):
+        raise UsageError("say what to evict: chunks, --oldest N, --to BYTES or --older-than TIME")
+    if purge and not (names or oldest is not None):
+        raise UsageError("--purge needs chunks or --oldest N")
+
+
+def evict_from_window(
+    session: Session, names: list[str], *, window: str, oldest: int | None, purge: bool, dry_run: bool
+) -> EvictResult:
+    """Let the engine take chunks out of a window."""
+    with session.engine() as engine:
+        return engine.evict(names or None, window=window, oldest=oldest, purge=purge, dry_run=dry_run)
+
+
+def evict_from_store(
+    session: Session, *, to: str | None, older_than: str | None, dry_run: bool, yes: bool
+) -> tuple[EvictionPlan | None, int]:
+    """Plan, ask, then carry out. Returns the plan (None when only ``--compact`` was asked) and the bytes freed.
+
+    Raises
+    ------
+    UsageError
+        If nobody can be asked and ``--yes`` was not given.
+    """
+    if to is None and older_than is None:
+        return None, 0
+    to_bytes = None if to is None else parse_bytes(to)
+    older_than_s = None if older_than is None else parse_duration_s(older_than)
+    with session.store(read_only=dry_run) as store:
+        plan = store.plan_eviction(to_bytes=to_bytes, older_than_s=older_than_s)
+        if dry_run or not plan.units:
+            return plan, 0
+        question = f"delete {count(len(plan.units), 'unit')}, {format_bytes(plan.freed_bytes)}?"
+        if not session.consent(question, yes=yes, what="evict --to and --older-than"):
+            raise typer.Abort
+        return plan, store.evict(plan)
+
+
+def finish(session: Session, *, compact: bool) -> dict[str, object]:
+    """Compact when asked, and say what the file now is: its size and what is free inside it are told apart."""
+    report: dict[str, object] = {}
+    if not session.settings.store.exists():
+        return report
+    with session.store(read_only=not compact) as store:
+        if compact:
+            with session.output.working():
+                report["compact"] = compact_payload(store.compact())
+        state = store.stats()
+    return report | {"file_bytes": state.file_bytes, "free_inside_bytes": state.free_bytes}
+
+
+def window_payload(result: EvictResult) -> dict[str, object]:
+    """The fields of ``kamera.evict.v1`` for chunks of a window."""
+    return {
+        "window": result.window.name,
+        "dry_run": result.dry_run,
+        "evicted": [entry_payload(entry) for entry in result.evicted],
+        "chunks": [entry_payload(entry) for entry in result.window.entries],
+        "purged": result.purged,
+        "freed_bytes": result.freed_bytes,
+    }
+
+
+def window_view(result: EvictResult, report: Mapping[str, object]) -> Iterable[RenderableType]:
+    """What people see of it."""
+    would = "would leave" if result.dry_run else "left"
+    gone = ", ".join(f"{entry.number} ({display(entry.name)})" for entry in result.evicted)
+    yield f"{gone} {would} window {display(result.window.name)}, which holds: {order_line(result.window)}"
+    if result.purged:
+        deleted = "would be deleted" if result.dry_run else "deleted"
+        yield f"{count(len(result.purged), 'record')} {deleted} from the store: {format_bytes(result.freed_bytes)} freed inside"
+    elif not result.dry_run:
+        yield "the store keeps them: kamera recall puts them back"
+    yield from file_lines(report)
+
+
+def plan_payload(plan: EvictionPlan | None, freed_bytes: int, dry_run: bool) -> dict[str, object]:
+    """The fields of ``kamera.evict.v1`` for a store-wide plan."""
+    if plan is None:
+        return {"dry_run": dry_run, "units": [], "freed_bytes": 0}
+    return {
+        "dry_run": dry_run,
+        "units": [dataclasses.asdict(unit) for unit in plan.units],
+        "planned_bytes": plan.freed_bytes,
+        "freed_bytes": freed_bytes,
+        "reached": plan.reached,
+    }
+
+
+def plan_view(
+    plan: EvictionPlan | None, freed_bytes: int, dry_run: bool, report: Mapping[str, object]
+) -> Iterable[RenderableType]:
+    """What people see of it."""
+    if plan is not None:
+        if plan.units:
+            yield table(
+                ("unit", ">size", "why"),
+                ((short_id(unit.unit), format_bytes(unit.bytes), unit.reason) for unit in plan.units),
+            )
+        does = (
+            f"would free {format_bytes(plan.freed_bytes)}"
+            if dry_run
+            else f"freed {format_bytes(freed_bytes)}"
+        )
+        yield f"{count(len(plan.units), 'unit')}: {does} inside the file"
+        if not plan.reached:
+            yield "the rest is held by windows; evict chunks from a window to free more"
+    yield from file_lines(report)
+
+
+def file_lines(report: Mapping[str, object]) -> Iterable[RenderableType]:
+    """The file's size and what is free inside it."""
+    if "compact" in report:
+        yield compact_line(report["compact"])
+    if "file_bytes" in report:
+        yield store_line(report["file_bytes"], report["free_inside_bytes"])

@@ -1,0 +1,78 @@
+"""``kamera models``: what is supported and verified; ``kamera models check`` tests one checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kamera_cli.commands.session import Session, command
+from kamera_cli.errors import RefusedError
+from kamera_cli.output import count, display, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kamera_cli.engine import SelfTest
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.callback(invoke_without_command=True)
+@command
+def models(session: Session) -> None:
+    """List supported architectures and what was verified for each; `check` tests a checkpoint."""
+    from kamera_cli.model.architectures import ARCHITECTURES
+
+    if session.subcommand is None:
+        rows = [dataclasses.asdict(architecture) for architecture in ARCHITECTURES]
+        session.output.result("models", {"architectures": rows}, list_view)
+
+
+@app.command("check")
+@command
+def check(
+    session: Session,
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint's folder or name")],
+) -> None:
+    """Load a checkpoint and compare capture, positions and relocation with its own cold prefill."""
+    session = dataclasses.replace(session, settings=dataclasses.replace(session.settings, model=directory))
+    with session.engine(creates_store=True) as engine:
+        report = engine.self_test()
+    payload = {
+        "model": directory,
+        "ok": report.ok,
+        "checks": [dataclasses.asdict(item) for item in report.checks],
+    }
+    session.output.result("models-check", payload, lambda: check_view(directory, report))
+    if not report.ok:
+        failed = ", ".join(item.name for item in report.checks if not item.ok)
+        raise RefusedError(
+            f"{directory} does not pass its self-test ({failed}); kamera will not store its KV"
+        )
+
+
+def list_view() -> Iterable[RenderableType]:
+    """What people see of the list."""
+    from kamera_cli.model.architectures import ARCHITECTURES
+
+    yield table(
+        ("architecture", "model_type", "attention", "verified against a cold prefill", "note"),
+        (
+            (entry.name, entry.model_type, entry.family, ", ".join(entry.verified), entry.note)
+            for entry in ARCHITECTURES
+        ),
+    )
+    yield "every other architecture is refused by name; `kamera models check DIR` tests a checkpoint"
+
+
+def check_view(directory: str, report: SelfTest) -> Iterable[RenderableType]:
+    """What people see of a self-test."""
+    yield table(
+        ("check", "result", "detail"),
+        ((item.name, "ok" if item.ok else "failed", item.detail) for item in report.checks),
+    )
+    passed = sum(item.ok for item in report.checks)
+    yield f"{display(directory)}: {passed} of {count(len(report.checks), 'check')} passed"

@@ -1,0 +1,226 @@
+"""``kamera query``: answer a question over a window, with the receipt of what the answer was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from kamera_cli.commands.session import Session, WindowOption, command
+from kamera_cli.errors import UsageError
+from kamera_cli.output import display, format_bytes, format_ms, format_number, table
+from kamera_cli.results import ChunkReceipt, Comparison, QueryResult, Stages
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+USED_WORDS = {
+    "exact": "patched",
+    "canonical": "as stored, nothing stands before it",
+    "blind": "as stored, unpatched",
+    "prefilled": "computed anew",
+}
+WHY_NOT_WORDS = {
+    "absent": "not in the store",
+    "other_model": "stored by another model",
+    "other_tenant": "stored for another tenant",
+    "no_patch": "no patch for this order yet",
+    "max_kl": "patch above --max-kl",
+    "damaged": "stored data damaged",
+}
+STAGES = ("lookup", "read", "decompress", "transfer", "assemble", "prefill")
+
+
+@command
+def query(
+    session: Session,
+    question: Annotated[
+        str, typer.Argument(metavar="QUESTION", help="What to ask about the window's chunks")
+    ],
+    window: WindowOption = "default",
+    chunks: Annotated[
+        str | None, typer.Option("--chunks", metavar="LIST", help="Order, as in 3,1,2: numbers, names or ids")
+    ] = None,
+    reuse: Annotated[
+        Literal["auto", "patched", "blind", "none"],
+        typer.Option(
+            "--reuse",
+            help="auto computes what has no patch and keeps it; patched refuses to; blind uses chunks as stored; "
+            "none computes everything",
+        ),
+    ] = "auto",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also answer without any reuse: KL, agreement and both times")
+    ] = False,
+    max_kl: Annotated[
+        float | None,
+        typer.Option("--max-kl", metavar="NATS", help="Use no patch whose measured KL is above this"),
+    ] = None,
+    require_hit: Annotated[
+        bool, typer.Option("--require-hit", help="Exit with 3 instead of computing a chunk anew")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Length of the answer")] = 32,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 always takes the likeliest")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the sampling, at a temperature above 0")] = 0,
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=1, help="Read only this many columns of each patch")
+    ] = None,
+) -> None:
+    """Answer a question from stored chunks, and give the receipt."""
+    if max_kl is not None and not max_kl >= 0.0:
+        raise UsageError(f"--max-kl {max_kl} is no bound; give a number from 0 up")
+    with session.engine() as engine:
+        result = engine.query(
+            question,
+            window=window,
+            chunks=parse_order(chunks),
+            reuse=reuse,
+            compare=compare,
+            max_kl=max_kl,
+            require_hit=require_hit,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            rank=rank,
+        )
+    for warning in result.warnings:
+        session.output.warn(warning)
+    session.output.result("query", payload(result), lambda: view(result, brief=session.output.quiet))
+
+
+def parse_order(text: str | None) -> list[str] | None:
+    """The chunks of ``3,1,2``; None when the window's own order is meant.
+
+    Raises
+    ------
+    UsageError
+        If an item between two commas is empty.
+    """
+    if text is None:
+        return None
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise UsageError(f"--chunks {text!r} has an empty item; write for instance 3,1,2")
+    return items
+
+
+def payload(result: QueryResult) -> dict[str, object]:
+    """The fields of ``kamera.query.v1``."""
+    return {
+        "question": result.question,
+        "answer": result.answer,
+        "window": result.window,
+        "reuse": result.reuse,
+        "fallback": result.fallback,
+        "model": result.model,
+        "device": result.device,
+        "dtype": result.dtype,
+        "attention": result.attention,
+        "ttft_ms": result.ttft_ms,
+        "tpot_ms": result.tpot_ms,
+        "total_ms": result.total_ms,
+        "stages": _stages_payload(result.stages),
+        "chunks": [_chunk_payload(chunk) for chunk in result.chunks],
+        "tokens": {
+            "reused": result.reused_tokens,
+            "prefilled": result.prefilled_tokens,
+            "new": result.new_tokens,
+        },
+        "why_not": {chunk.id: chunk.why_not for chunk in result.chunks if chunk.why_not is not None},
+        "patches_kept": result.patches_kept,
+        "warnings": result.warnings,
+        "compare": None if result.compare is None else _compare_payload(result.compare),
+    }
+
+
+def view(result: QueryResult, *, brief: bool) -> Iterable[RenderableType]:
+    """The answer first; then, unless ``brief``, the receipt."""
+    from rich.text import Text
+
+    answer = "\n".join(display(line) for line in result.answer.splitlines())
+    yield Text(answer, style="bold")
+    if brief:
+        return
+    yield ""
+    yield table(
+        (">#", "chunk", ">tokens", "used", ">patch rank", ">KL", ">read"),
+        (
+            (
+                chunk.number or "–",
+                chunk.name,
+                chunk.num_tokens,
+                _used_words(chunk),
+                "–" if chunk.rank is None else chunk.rank,
+                format_number(chunk.kl),
+                format_bytes(chunk.bytes_read),
+            )
+            for chunk in result.chunks
+        ),
+    )
+    yield ""
+    yield _first_token_line(result)
+    stages = " · ".join(f"{name} {format_ms(getattr(result.stages, name))}" for name in STAGES)
+    yield Text(f"  {stages}", style="dim")
+    yield Text(f"  {_made_of_line(result)}", style="dim")
+
+
+def _first_token_line(result: QueryResult) -> str:
+    ttft = f"{format_ms(result.ttft_ms)} to the first token"
+    if result.compare is None:
+        return ttft
+    other = result.compare
+    how = "re-encoding" if other.full_reencode else "a re-prefill"
+    times = f" ({other.ttft_ms / result.ttft_ms:.3g}x)" if result.ttft_ms > 0 else ""
+    same = "same answer" if other.same_answer else f"another answer ({display(other.answer)})"
+    return f"{ttft}, against {format_ms(other.ttft_ms)} {how}{times}, {same}, KL {format_number(other.kl)}"
+
+
+def _made_of_line(result: QueryResult) -> str:
+    kept = len(result.patches_kept)
+    kept_words = f", {kept} {'patch' if kept == 1 else 'patches'} kept for the next time" if kept else ""
+    return (
+        f"{result.reused_tokens} tokens reused, {result.prefilled_tokens} prefilled{kept_words} · "
+        f"{display(result.model)}, {result.device}, {result.dtype}, {result.attention}"
+    )
+
+
+def _used_words(chunk: ChunkReceipt) -> str:
+    words = USED_WORDS[chunk.used]
+    return words if chunk.why_not is None else f"{words}: {WHY_NOT_WORDS[chunk.why_not]}"
+
+
+def _chunk_payload(chunk: ChunkReceipt) -> dict[str, object]:
+    return {
+        "id": chunk.id,
+        "number": chunk.number,
+        "name": chunk.name,
+        "used": chunk.used,
+        "patch": chunk.patch,
+        "rank": chunk.rank,
+        "energy": chunk.energy,
+        "kl": chunk.kl,
+        "bytes_read": chunk.bytes_read,
+        "num_tokens": chunk.num_tokens,
+        "position": chunk.position,
+        "why_not": chunk.why_not,
+    }
+
+
+def _stages_payload(stages: Stages) -> dict[str, float]:
+    return {name: getattr(stages, name) for name in STAGES}
+
+
+def _compare_payload(compare: Comparison) -> dict[str, object]:
+    return {
+        "ttft_ms": compare.ttft_ms,
+        "vision_ms": compare.vision_ms,
+        "prefill_ms": compare.prefill_ms,
+        "decode_ms": compare.decode_ms,
+        "full_reencode": compare.full_reencode,
+        "kl": compare.kl,
+        "same_answer": compare.same_answer,
+        "answer": compare.answer,
+    }

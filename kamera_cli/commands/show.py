@@ -1,0 +1,150 @@
+"""``kamera show``: what is stored of one chunk, patch or source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kamera_cli.commands.session import Session, WindowOption, command
+from kamera_cli.errors import NotFoundError, UsageError
+from kamera_cli.output import display, format_bytes, short_id, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kamera_store import KVStore, Record
+
+
+@command
+def show(
+    session: Session,
+    item: Annotated[
+        str, typer.Argument(metavar="CHUNK", help="Number, name or id; also the id of a patch or a source")
+    ],
+    window: WindowOption = "default",
+) -> None:
+    """Show what is stored of a chunk."""
+    with session.store() as store:
+        record = find(store, session.settings.tenant, window, item)
+        patches = store.patches_of(record.key) if record.kind == "chunk" else []
+    session.output.result("show", payload(record, patches), lambda: view(record, patches))
+
+
+def find(store: KVStore, tenant: str, window: str, item: str) -> Record:
+    """The record behind a window's number or name, or behind an id prefix of four characters or more.
+
+    Raises
+    ------
+    NotFoundError
+        If nothing fits.
+    UsageError
+        If more than one thing fits.
+    """
+    from kamera_cli.window import list_windows, pick
+
+    for view in list_windows(store, tenant):
+        entries = (*view.entries, *view.evicted)
+        if view.name == window and any(item in (str(entry.number), entry.name) for entry in entries):
+            entry = pick(entries, [item], f"window {window}")[0]
+            record = store.get(bytes.fromhex(entry.chunk))
+            if record is None:
+                raise NotFoundError(f"chunk {item!r} of window {window!r} is no longer in the store; ingest it again")
+            return record
+    found = store.resolve(item.lower(), tenant=tenant) if is_prefix(item) else []
+    if not found:
+        raise NotFoundError(f"nothing called {item!r} in window {window!r} or in the store; `kamera ls --all` lists it")
+    if len(found) > 1:
+        raise UsageError(f"{item!r} fits {len(found)} entries; give more characters of the id")
+    return found[0]
+
+
+def is_prefix(text: str) -> bool:
+    """Whether ``text`` can be the start of an id: four or more hexadecimal digits."""
+    return 4 <= len(text) <= 32 and all(char in "0123456789abcdef" for char in text.lower())
+
+
+def payload(record: Record, patches: Iterable[Record]) -> dict[str, object]:
+    """The fields of ``kamera.show.v1``."""
+    return {
+        "id": record.id,
+        "kind": record.kind,
+        "digest": record.digest,
+        "tenant": record.tenant,
+        "unit": record.unit,
+        "created_ms": round(record.created_s * 1000),
+        "cost_ms": record.cost_ms,
+        "raw_bytes": record.raw_bytes,
+        "stored_bytes": record.stored_bytes,
+        "num_layers": record.num_layers,
+        "meta": in_ms(record.meta),
+        "tensors": [
+            {
+                "name": info.name,
+                "layer": info.layer,
+                "dtype": info.dtype,
+                "shape": info.shape,
+                "raw_bytes": info.raw_bytes,
+                "stored_bytes": info.stored_bytes,
+                "codec": info.codec,
+                "checksum": f"{info.checksum:016x}",
+            }
+            for info in record.tensors
+        ],
+        "patches": [patch.id for patch in patches],
+    }
+
+
+def in_ms(value: object) -> object:
+    """``value`` with every ``*_s`` field of seconds turned into ``*_ms``, as all JSON output has it."""
+    if isinstance(value, Mapping):
+        return {
+            f"{name[:-2]}_ms" if _is_seconds(name, item) else name: item * 1000 if _is_seconds(name, item) else in_ms(item)
+            for name, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [in_ms(item) for item in value]
+    return value
+
+
+def view(record: Record, patches: Iterable[Record]) -> Iterable[RenderableType]:
+    """What people see."""
+    yield f"{record.kind} {record.id}  {display(record.meta.get('name', ''))}".rstrip()
+    yield table(
+        ("", ""),
+        [(name, _brief(value)) for name, value in record.meta.items() if name != "name"]
+        + [
+            ("size", f"{format_bytes(record.raw_bytes)}, stored in {format_bytes(record.stored_bytes)}"),
+            ("patches", " ".join(short_id(patch.id) for patch in patches) or "none"),
+        ],
+    )
+    yield ""
+    yield table(
+        (">layer", "tensor", "dtype", "shape", ">raw", ">stored", "codec"),
+        (
+            (
+                "–" if info.layer < 0 else info.layer,
+                info.name,
+                info.dtype,
+                "x".join(str(size) for size in info.shape),
+                format_bytes(info.raw_bytes),
+                format_bytes(info.stored_bytes),
+                info.codec,
+            )
+            for info in record.tensors
+        ),
+    )
+
+
+def _is_seconds(name: str, value: object) -> bool:
+    return name.endswith("_s") and isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_brief(item)}" for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        shown = " ".join(_brief(item) for item in value[:8])
+        return shown + (f" … ({len(value)})" if len(value) > 8 else "")
+    return f"{value:g}" if isinstance(value, float) else str(value)
