@@ -16,6 +16,7 @@ _DEMUXERS = (
     "aac,aiff,asf,av1,avi,flac,flv,gxf,h264,hevc,ivf,matroska,webm,matroska,webm,mjpeg,mov,mp4,m4a,3gp,3g2,mj2,"
     "mp3,mpeg,mpegts,mpegtsraw,mpegvideo,mxf,nut,obu,ogg,rm,vc1,vvc,w64,wav,yuv4mpegpipe"
 )
+_WITHOUT_TIMES = frozenset(("h264", "hevc", "vvc", "mpegvideo", "m4v", "mjpeg", "obu", "vc1"))
 _NO_PICTURES = Disposition.attached_pic | Disposition.timed_thumbnails | Disposition.still_image
 
 
@@ -102,13 +103,32 @@ def choose_stream(
     stream = min(
         readable, key=lambda s: (not s.disposition & Disposition.default, -s.width * s.height, s.index)
     )
-    stream.thread_type = "AUTO"
-    if len(streams) == 1:
-        return stream, ()
-    marked = ", marked as default" if stream.disposition & Disposition.default else ""
-    return stream, (
-        f"stream {stream.index} of {len(streams)} video streams is taken ({stream.width}x{stream.height}{marked})",
-    )
+    # Without this a decoder paints over damage and says nothing.
+    stream.codec_context.options = {"err_detect": "crccheck+explode"}
+    stream.thread_type = "AUTO" if has_presentation_times(container) else "SLICE"
+    return stream, _stream_notes(container, stream, len(streams))
+
+
+def has_presentation_times(container: av.container.InputContainer) -> bool:
+    """Whether the container says when to show a frame; AVI only says when to decode it.
+
+    Without frame threads, the decoding time that a frame carries is then that of the packet at which it came
+    out, which is in the order of display.
+    """
+    return container.format.name != "avi"
+
+
+def _stream_notes(container, stream: av.VideoStream, num_streams: int) -> tuple[str, ...]:
+    notes = []
+    if num_streams > 1:
+        marked = ", marked as default" if stream.disposition & Disposition.default else ""
+        size = f"{stream.width}x{stream.height}"
+        notes.append(f"stream {stream.index} of {num_streams} video streams is taken ({size}{marked})")
+    if container.format.name in _WITHOUT_TIMES:
+        notes.append(
+            f"a raw stream has no times: {float(stream.average_rate or 25):g} frames per second assumed"
+        )
+    return tuple(notes)
 
 
 def _without_video(container: av.container.InputContainer) -> str:
@@ -131,6 +151,8 @@ def decoded(packet: av.Packet) -> list[av.VideoFrame]:
     av.FFmpegError
         If the packet or one of its frames is damaged.
     """
+    if packet.is_corrupt:
+        raise av.error.InvalidDataError(0, "a packet is incomplete")
     frames = packet.decode()
     if any(frame.is_corrupt for frame in frames):
         raise av.error.InvalidDataError(0, "the decoder marks a frame as damaged")

@@ -9,7 +9,18 @@ from typing import BinaryIO
 
 import numpy as np
 import PIL
-from PIL import Image, UnidentifiedImageError, features
+from PIL import (
+    AvifImagePlugin,
+    BmpImagePlugin,
+    GifImagePlugin,
+    Image,
+    JpegImagePlugin,
+    PngImagePlugin,
+    TiffImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+    features,
+)
 
 from .errors import MediaError
 
@@ -19,7 +30,16 @@ IMAGE_RULES = "image-1"
 #: Largest picture that is read: a 2 MB file can name a picture of gigabytes. Pillow warns above this.
 MAX_IMAGE_PIXELS = 89_478_485
 
-FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
+# Pillow knows a format once its plug-in is imported; nothing else is ever tried on a file.
+FORMATS = (
+    PngImagePlugin.PngImageFile.format,
+    JpegImagePlugin.JpegImageFile.format,
+    GifImagePlugin.GifImageFile.format,
+    WebPImagePlugin.WebPImageFile.format,
+    BmpImagePlugin.BmpImageFile.format,
+    TiffImagePlugin.TiffImageFile.format,
+    AvifImagePlugin.AvifImageFile.format,
+)
 
 _ORIENTATION = 0x0112
 _UPRIGHT = 1
@@ -38,7 +58,7 @@ _TO_UPRIGHT = {
 _TRANSPARENT_MODES = ("RGBA", "LA", "PA", "La", "RGBa")
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 _HIGHEST_16_BIT = 65535
-_READ_FAULTS = (OSError, SyntaxError, ValueError, EOFError, KeyError, IndexError, TypeError, struct.error)
+_READ_FAULTS = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error)
 
 
 def decoder_name() -> str:
@@ -74,7 +94,7 @@ def inspect_image(path: str, file: BinaryIO) -> dict:
     with _opened(path, file) as image:
         orientation, notes = _orientation(image)
         width, height = image.size
-        if orientation in _SWAPPED_SIDES:
+        if orientation in _SWAPPED_SIDES and image.format != TiffImagePlugin.TiffImageFile.format:
             width, height = height, width
         return {
             "width": width,
@@ -113,8 +133,8 @@ def read_image(path: str, file: BinaryIO) -> np.ndarray:
         As `inspect_image`, for pixels that are damaged or cut short, and for floating point or 32-bit pixels.
     """
     with _opened(path, file) as image:
-        orientation, _ = _orientation(image)
         image.load()
+        orientation, _ = _orientation(image)  # after loading: Pillow itself turns TIFF and then says upright
         rgb = _to_rgb(path, image)
         if orientation != _UPRIGHT:
             rgb = rgb.transpose(_TO_UPRIGHT[orientation])

@@ -31,6 +31,7 @@ _AV_STARTS = (
     b"\xff\xf3",
     b"\xff\xf2",
 )
+_RIFF_FORMS = {b"WEBP": "image", b"AVI ": "video", b"WAVE": "video"}
 _TS_PACKET_BYTES = 188
 
 MEDIA_SUFFIXES = frozenset(
@@ -61,7 +62,7 @@ def content_of(head: bytes) -> Content:
     if head.startswith(_IMAGE_STARTS) or _is_bmp(head):
         return "image"
     if head[:4] == b"RIFF":
-        return "image" if head[8:12] == b"WEBP" else "video"
+        return _RIFF_FORMS.get(head[8:12], "text")
     if head[4:8] in _ISO_BOXES:
         return "image" if _is_iso_image(head) else "video"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):

@@ -179,7 +179,7 @@ def _opened(path: str | bytes | os.PathLike) -> Iterator[tuple[BinaryIO, os.stat
                 raise MediaError(path, "it is empty")
             yield file, status
     except OSError as error:
-        raise MediaError(path, f"it cannot be read ({error.strerror or error})") from error
+        raise MediaError(path, error.strerror or str(error)) from error
 
 
 def _refuse_changed(path, info: SourceInfo, status: os.stat_result) -> None:

@@ -8,23 +8,16 @@ from fractions import Fraction
 from typing import BinaryIO
 
 import av
-import numpy as np
 
 from .chunk import MediaChunk, Sampling, SourceInfo
+from .collect import Collector
 from .container import choose_stream, decoded, decoder_name, last_indexed_byte, opened, reason_of
 from .errors import MediaError
-from .pixels import RgbConverter, has_alpha, hdr_name, orientation_of, unreadable_colour
-from .timeline import Timeline
+from .frames import MAX_GAP_S, frame_interval, timed_frames
+from .pixels import has_alpha, hdr_name, orientation_of, unreadable_colour
 
 #: Names the sampling rule in the source key: raise it when another frame would be taken.
 SAMPLING_RULES = "nearest-1"
-
-#: A chunk with more pixel bytes than this is refused before it fills the memory.
-MAX_CHUNK_BYTES = 4 << 30
-
-_MAX_GAP_S = 3600
-_MAX_STEP_BACK_S = Fraction(1, 2)
-_INITIAL_FRAMES = 64
 
 
 def inspect_video(path: str, file: BinaryIO, size_bytes: int, declared_bytes: int | None) -> dict:
@@ -92,8 +85,8 @@ class _Packets:
 
     def duration_s(self, stream: av.VideoStream) -> Fraction:
         if self.start is None:
-            return self.count * _frame_interval(stream)
-        return (self.end - self.start) * stream.time_base or _frame_interval(stream)
+            return self.count * frame_interval(stream)
+        return (self.end - self.start) * stream.time_base or frame_interval(stream)
 
 
 def _first_frame(
@@ -119,11 +112,6 @@ def _first_frame(
     if problem:
         raise MediaError(path, problem, "convert it to BT.709 first")
     return first, packets
-
-
-def _frame_interval(stream: av.VideoStream) -> Fraction:
-    rate = stream.average_rate or stream.guessed_rate
-    return 1 / Fraction(rate) if rate else Fraction(0)
 
 
 def _frame_notes(frame: av.VideoFrame, stream: av.VideoStream) -> tuple[str, ...]:
@@ -185,9 +173,9 @@ def video_chunks(
         stream, _ = choose_stream(path, container)
         if stream.index != info.stream_index:
             raise MediaError(path, f"stream {info.stream_index} was inspected, now it is {stream.index}")
-        collector = _Collector(path, name, sampling, start)
-        held, held_s, interval, failure = None, Fraction(0), _frame_interval(stream), None
-        for item in _timed_frames(path, container, stream):
+        collector = Collector(path, name, sampling, start)
+        held, held_s, interval, failure = None, Fraction(0), frame_interval(stream), None
+        for item in timed_frames(path, container, stream):
             if isinstance(item, MediaError):
                 failure = item
                 break
@@ -200,8 +188,8 @@ def video_chunks(
             held, held_s = frame, time_s
         if held is None:
             raise failure or MediaError(path, "no frame can be decoded")
-        shown_s = (held.duration or 0) * stream.time_base or interval
-        end_s = held_s if failure else held_s + min(shown_s, _MAX_GAP_S)
+        shown_s = (held.duration or 0) * Fraction(held.time_base or stream.time_base) or interval
+        end_s = held_s if failure else held_s + min(shown_s, MAX_GAP_S)
         yield from collector.show(held, held_s, collector.timeline.finish(end_s))
         yield from collector.flush()
         if failure:
@@ -210,139 +198,3 @@ def video_chunks(
             raise MediaError(
                 path, f"cut short: its frames end at {float(end_s):.2f} s", "fetch or record it again"
             )
-
-
-def _timed_frames(
-    path: str, container: av.container.InputContainer, stream: av.VideoStream
-) -> Iterator[tuple[av.VideoFrame, Fraction] | MediaError]:
-    """Yield frames with their seconds after the first one; ends with a `MediaError` where the stream breaks.
-
-    A frame without a time stamp follows the one before it by the stated rate; one that is not after its
-    predecessor is left out.
-    """
-    origin, last_s, interval = None, Fraction(0), _frame_interval(stream)
-    try:
-        for packet in container.demux(stream):
-            try:
-                frames = decoded(packet)
-            except av.FFmpegError:
-                if origin is None:
-                    continue
-                raise
-            for frame in frames:
-                if frame.pts is None:
-                    own_s = last_s + interval + (origin or 0) if origin is not None else Fraction(0)
-                else:
-                    own_s = frame.pts * Fraction(frame.time_base or stream.time_base)
-                if origin is None:
-                    origin = own_s
-                    yield frame, Fraction(0)
-                    continue
-                time_s = own_s - origin
-                if time_s < last_s - _MAX_STEP_BACK_S or time_s > last_s + _MAX_GAP_S:
-                    yield MediaError(
-                        path,
-                        f"its time stamps jump from {float(last_s):.2f} s to {float(time_s):.2f} s",
-                        "remux it, or cut it there",
-                    )
-                    return
-                if time_s > last_s:
-                    last_s = time_s
-                    yield frame, time_s
-    except av.FFmpegError as error:
-        yield MediaError(path, f"damaged after {float(last_s):.2f} s ({reason_of(error)})")
-
-
-class _Collector:
-    """Gathers samples into chunks; converts a frame once, and only where a wanted sample shows it."""
-
-    def __init__(self, path: str, name: str, sampling: Sampling, start: int) -> None:
-        self.timeline = Timeline(sampling.rate)
-        self._path, self._name, self._sampling = path, name, sampling
-        self._chunk = 0
-        self._start = start
-        self._sample = 0
-        self._converter: RgbConverter | None = None
-        self._begin_chunk()
-
-    def _begin_chunk(self) -> None:
-        self._end = self._sampling.first_sample(self._chunk + 1)
-        self._buffer: np.ndarray | None = None
-        self._times: list[float] = []
-        self._repeats: list[bool] = []
-
-    def show(self, frame: av.VideoFrame, time_s: Fraction, end: int) -> Iterator[MediaChunk]:
-        """Let a frame serve the samples up to `end`; yield each chunk that this completes."""
-        pixels = None
-        if self._converter is None:
-            self._converter = RgbConverter(frame.width, frame.height, orientation_of(frame))
-        first = self._sample
-        while self._sample < end:
-            if self._chunk >= self._start:
-                if pixels is None:
-                    pixels = self._converted(frame, time_s)
-                self._append(pixels, float(time_s), self._sample > first)
-            self._sample += 1
-            if self._sample == self._end:
-                yield from self.flush()
-
-    def _converted(self, frame: av.VideoFrame, time_s: Fraction) -> np.ndarray:
-        problem = unreadable_colour(frame)
-        try:
-            pixels = self._converter(frame)
-        except (av.FFmpegError, ValueError) as error:
-            problem = problem or str(error)
-        if problem:
-            raise MediaError(
-                self._path, f"the frame at {float(time_s):.2f} s cannot be converted ({problem})"
-            )
-        return pixels
-
-    def _append(self, pixels: np.ndarray, time_s: float, repeat: bool) -> None:
-        count = len(self._times)
-        if self._buffer is None or count == len(self._buffer):
-            self._grow(pixels)
-        self._buffer[count] = pixels
-        self._times.append(time_s)
-        self._repeats.append(repeat)
-
-    def _grow(self, pixels: np.ndarray) -> None:
-        wanted = self._filled(self._end - self._sampling.first_sample(self._chunk))
-        have = 0 if self._buffer is None else len(self._buffer)
-        size = min(wanted, max(_INITIAL_FRAMES, 2 * have))
-        if size * pixels.nbytes > MAX_CHUNK_BYTES:
-            raise MediaError(
-                self._path,
-                f"a chunk of {wanted} frames of {pixels.shape[1]}x{pixels.shape[0]} needs more than "
-                f"{MAX_CHUNK_BYTES >> 30} GiB",
-                "ask for shorter chunks or a lower rate",
-            )
-        larger = np.empty((size, *pixels.shape), np.uint8)
-        if have:
-            larger[:have] = self._buffer
-        self._buffer = larger
-
-    def _filled(self, count: int) -> int:
-        multiple = self._sampling.frame_multiple
-        return -(-count // multiple) * multiple
-
-    def flush(self) -> Iterator[MediaChunk]:
-        """Yield the samples gathered so far as a chunk, if there are any, and begin the next one."""
-        count = len(self._times)
-        if count:
-            for _ in range(self._filled(count) - count):
-                self._append(self._buffer[count - 1], self._times[-1], True)
-            first = self._sampling.first_sample(self._chunk)
-            yield MediaChunk(
-                kind="video",
-                index=self._chunk,
-                name=f"{self._name}#{self._chunk}",
-                start_s=float(first / self._sampling.rate),
-                end_s=float((first + count) / self._sampling.rate),
-                frames=self._buffer[: len(self._times)],
-                frame_times_s=tuple(self._times),
-                repeats=tuple(self._repeats),
-                fps=float(self._sampling.fps),
-            )
-        self._chunk += 1
-        self._begin_chunk()

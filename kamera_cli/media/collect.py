@@ -1,0 +1,114 @@
+"""Gather sampled frames into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+import av
+import numpy as np
+
+from .chunk import MediaChunk, Sampling
+from .errors import MediaError
+from .pixels import RgbConverter, orientation_of, unreadable_colour
+from .timeline import Timeline
+
+#: A chunk with more pixel bytes than this is refused before it fills the memory.
+MAX_CHUNK_BYTES = 4 << 30
+
+_INITIAL_FRAMES = 64
+
+
+class Collector:
+    """Gathers samples into chunks; converts a frame once, and only where a wanted sample shows it."""
+
+    def __init__(self, path: str, name: str, sampling: Sampling, start: int) -> None:
+        self.timeline = Timeline(sampling.rate)
+        self._path, self._name, self._sampling = path, name, sampling
+        self._chunk = 0
+        self._start = start
+        self._sample = 0
+        self._converter: RgbConverter | None = None
+        self._begin_chunk()
+
+    def _begin_chunk(self) -> None:
+        self._end = self._sampling.first_sample(self._chunk + 1)
+        self._buffer: np.ndarray | None = None
+        self._times: list[float] = []
+        self._repeats: list[bool] = []
+
+    def show(self, frame: av.VideoFrame, time_s: Fraction, end: int) -> Iterator[MediaChunk]:
+        """Let a frame serve the samples up to `end`; yield each chunk that this completes."""
+        pixels = None
+        if self._converter is None:
+            self._converter = RgbConverter(frame.width, frame.height, orientation_of(frame))
+        first = self._sample
+        while self._sample < end:
+            if self._chunk >= self._start:
+                if pixels is None:
+                    pixels = self._converted(frame, time_s)
+                self._append(pixels, float(time_s), self._sample > first)
+            self._sample += 1
+            if self._sample == self._end:
+                yield from self.flush()
+
+    def _converted(self, frame: av.VideoFrame, time_s: Fraction) -> np.ndarray:
+        problem = unreadable_colour(frame)
+        try:
+            pixels = self._converter(frame)
+        except (av.FFmpegError, ValueError) as error:
+            problem = problem or str(error)
+        if problem:
+            raise MediaError(
+                self._path, f"the frame at {float(time_s):.2f} s cannot be converted ({problem})"
+            )
+        return pixels
+
+    def _append(self, pixels: np.ndarray, time_s: float, repeat: bool) -> None:
+        count = len(self._times)
+        if self._buffer is None or count == len(self._buffer):
+            self._grow(pixels)
+        self._buffer[count] = pixels
+        self._times.append(time_s)
+        self._repeats.append(repeat)
+
+    def _grow(self, pixels: np.ndarray) -> None:
+        wanted = self._filled(self._end - self._sampling.first_sample(self._chunk))
+        have = 0 if self._buffer is None else len(self._buffer)
+        size = min(wanted, max(_INITIAL_FRAMES, 2 * have))
+        if size * pixels.nbytes > MAX_CHUNK_BYTES:
+            raise MediaError(
+                self._path,
+                f"a chunk of {wanted} frames of {pixels.shape[1]}x{pixels.shape[0]} needs more than "
+                f"{MAX_CHUNK_BYTES >> 30} GiB",
+                "ask for shorter chunks or a lower rate",
+            )
+        larger = np.empty((size, *pixels.shape), np.uint8)
+        if have:
+            larger[:have] = self._buffer
+        self._buffer = larger
+
+    def _filled(self, count: int) -> int:
+        multiple = self._sampling.frame_multiple
+        return -(-count // multiple) * multiple
+
+    def flush(self) -> Iterator[MediaChunk]:
+        """Yield the samples gathered so far as a chunk, if there are any, and begin the next one."""
+        count = len(self._times)
+        if count:
+            for _ in range(self._filled(count) - count):
+                self._append(self._buffer[count - 1], self._times[-1], True)
+            first = self._sampling.first_sample(self._chunk)
+            yield MediaChunk(
+                kind="video",
+                index=self._chunk,
+                name=f"{self._name}#{self._chunk}",
+                start_s=float(first / self._sampling.rate),
+                end_s=float((first + count) / self._sampling.rate),
+                frames=self._buffer[: len(self._times)],
+                frame_times_s=tuple(self._times),
+                repeats=tuple(self._repeats),
+                fps=float(self._sampling.fps),
+            )
+        self._chunk += 1
+        self._begin_chunk()
