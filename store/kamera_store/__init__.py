@@ -1,0 +1,36 @@
+"""Durable, content-keyed storage of tensors for position-free KV caches: LMDB, zstd, checked reads."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "kvstore": ("KVStore",),
+    "keys": (
+        "Identity", "bytes_digest", "chunk_identity", "encode", "file_sha256",
+        "fingerprint_digest", "identity",
+        "patch_identity", "source_identity", "tensor_field", "text_digest",
+    ),
+    "records": ("Record", "TensorBytes", "TensorInfo"),
+    "states": ("State",),
+    "stats": ("Share", "Stats"),
+    "eviction": ("Eviction", "EvictionPlan", "UnitUsage"),
+    "integrity": ("CompactReport", "VerifyReport"),
+    "errors": (
+        "ConflictError", "DamagedError", "DamagedRecordWarning", "FormatVersionError", "IdentityWarning",
+        "KameraStoreError", "MissingRecordError", "NoRoomError", "NotAKameraEntryError", "NotAStoreError",
+        "ReadOnlyError", "StoreBusyError", "StoreDamagedError", "StoreRefusedError", "UnsupportedDtypeError",
+    ),
+}  # fmt: skip
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    module = _HOME_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,176 @@
+"""Every way in which the store refuses, each with both sides named so that a caller can act on it."""
+
+from __future__ import annotations
+
+
+class KameraStoreError(Exception):
+    """Root of all errors that the store raises on purpose."""
+
+
+class NotAStoreError(KameraStoreError):
+    """The path holds no store, or something else stands there.
+
+    Parameters
+    ----------
+    path : str
+        Where a store was looked for.
+    why : str
+        What was found instead.
+    """
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path, self.why = str(path), why
+        super().__init__(f"no kamera store at {path}: {why}")
+
+
+class FormatVersionError(KameraStoreError):
+    """The bytes on disk follow another version of the format.
+
+    Parameters
+    ----------
+    found, supported : int or str
+        Version read, and the version this program writes.
+    what : str
+        Which object carries the version.
+    """
+
+    def __init__(self, found: int | str, supported: int | str, what: str = "store") -> None:
+        self.found, self.supported, self.what = found, supported, what
+        super().__init__(f"{what} has format version {found}, this program reads version {supported}")
+
+
+class StoreRefusedError(KameraStoreError):
+    """The surroundings do not allow a safe store: owner, permissions, file system, locks or address space.
+
+    The message says what to set.
+    """
+
+
+class ReadOnlyError(KameraStoreError):
+    """A write was asked of a store that was opened for reading."""
+
+
+class StoreBusyError(KameraStoreError):
+    """An operation that needs the store alone found another process in it."""
+
+
+class ConflictError(KameraStoreError):
+    """Compare-and-swap of a state value failed.
+
+    Parameters
+    ----------
+    space, name : str
+        Which state.
+    expected, found : int or None
+        Version that the caller expected and version that is stored; None means absent.
+    """
+
+    def __init__(self, space: str, name: str, expected: int | None, found: int | None) -> None:
+        self.space, self.name, self.expected, self.found = space, name, expected, found
+        super().__init__(f"state {space}/{name}: expected version {expected}, found {found}")
+
+
+class UnsupportedDtypeError(KameraStoreError):
+    """A tensor has a dtype that the format does not define.
+
+    Parameters
+    ----------
+    name : str
+        The dtype's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"dtype {name!r} has no place in the store format")
+
+
+class MissingRecordError(KameraStoreError):
+    """A record in hand is no longer in the store (evicted or purged meanwhile).
+
+    Parameters
+    ----------
+    key : bytes
+        Its key, 16 bytes.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self.key = bytes(key)
+        super().__init__(f"record {self.key.hex()[:10]} is no longer in the store")
+
+
+class DamagedError(KameraStoreError):
+    """Stored bytes are not what was written.
+
+    Parameters
+    ----------
+    key : bytes or None
+        The record's key; None when the damage is not of one record.
+    what : str
+        Which part was checked.
+    expected, found : object
+        The two sides of the failed check.
+    """
+
+    def __init__(self, key: bytes | None, what: str, expected: object, found: object) -> None:
+        self.key = None if key is None else bytes(key)
+        self.what, self.expected, self.found = what, expected, found
+        of = "" if self.key is None else f"entry {self.key.hex()[:10]}: "
+        super().__init__(f"{of}damaged {what}: expected {expected}, found {found}")
+
+
+class NotAKameraEntryError(DamagedError):
+    """A value under a record key is something else altogether, for example a pickle."""
+
+    def __init__(self, key: bytes | None, what: str, expected: object, found: object) -> None:
+        super().__init__(key, what, expected, found)
+        of = "entry" if self.key is None else f"entry {self.key.hex()[:10]}"
+        self.args = (f"{of} is not a kamera entry: {what}: expected {expected}, found {found}",)
+
+
+class StoreDamagedError(DamagedError):
+    """The data file as a whole cannot be read safely.
+
+    Parameters
+    ----------
+    path : str
+        The store's folder.
+    what : str
+        What was checked.
+    expected, found : object
+        The two sides of the failed check.
+    """
+
+    def __init__(self, path: str, what: str, expected: object, found: object) -> None:
+        super().__init__(None, what, expected, found)
+        self.path = str(path)
+        self.args = (
+            f"store {path} is damaged: {what}: expected {expected}, found {found}; "
+            "run `kamera verify` to see what can be saved, or move the folder away",
+        )
+
+
+class NoRoomError(KameraStoreError):
+    """A write needs more room than quota or disk leave, even after eviction.
+
+    Parameters
+    ----------
+    needed_bytes, room_bytes : int
+        What the write needs and what could be had.
+    limit : str
+        Which limit was met, for example ``quota`` or ``disk``.
+    """
+
+    def __init__(self, needed_bytes: int, room_bytes: int, limit: str = "quota") -> None:
+        self.needed_bytes, self.room_bytes, self.limit = int(needed_bytes), int(room_bytes), limit
+        super().__init__(
+            f"no room: {self.needed_bytes} bytes needed, {self.room_bytes} can be had ({limit}); "
+            "evict or unpin chunks, raise the quota, or free disk space"
+        )
+
+
+class DamagedRecordWarning(UserWarning):
+    """An entry was skipped because its bytes are not what was written."""
+
+
+class IdentityWarning(UserWarning):
+    """Two different contents met under one key; the stored one was not used."""

@@ -1,0 +1,593 @@
+"""The store's face: put, find, read, iterate, state, quota and eviction."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from . import eviction, ledger, rows, states
+from .environment import Environment, Transaction
+from .errors import (
+    DamagedError,
+    DamagedRecordWarning,
+    FormatVersionError,
+    IdentityWarning,
+    NoRoomError,
+    ReadOnlyError,
+    UnsupportedDtypeError,
+)
+from .eviction import EvictionPlan
+from .keys import Identity
+from .records import Record, TensorBytes, decode_header
+from .segments import footprint_bytes
+from .states import State
+from .stats import Stats, gather
+
+if TYPE_CHECKING:
+    from .integrity import CompactReport, VerifyReport
+    from .payload import Prepared
+
+DEFAULT_QUOTA_BYTES = 20 << 30
+_DISK_SHARE = 0.8
+_QUOTA_KEY, _PULSE_KEY = b"quota", b"pulse"
+_MIN_QUOTA_BYTES = 1 << 20
+_BATCH = 256
+_ROOM_TRIES = 8
+_UNREADABLE = (DamagedError, FormatVersionError, UnsupportedDtypeError)
+
+
+@dataclass(frozen=True)
+class _Shortage:
+    """A write found too little room in its own transaction."""
+
+    used_bytes: int
+    quota_bytes: int
+
+
+class KVStore:
+    """A store opened by this process: get one with `open`. A context manager, and safe between threads."""
+
+    def __init__(self, env: Environment, read_only: bool) -> None:
+        self._env, self.read_only = env, read_only
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = True,
+        read_only: bool = False,
+        quota_bytes: int | None = None,
+        map_bytes: int | None = None,
+    ) -> KVStore:
+        """Open a store, or make one.
+
+        Parameters
+        ----------
+        path : path-like
+            Folder of the store; made with mode 0700.
+        create : bool
+            Whether a missing store is made.
+        read_only : bool
+            Refuse every write through this handle. Implies that nothing is made.
+        quota_bytes : int, optional
+            Limit for the bytes in use, kept in the store and valid for every process. By default the stored
+            one; for a new store 20 GiB, or 80 % of the free disk space where that is less.
+        map_bytes : int, optional
+            Address space to begin with, 1 GiB by default; it doubles as needed.
+
+        Raises
+        ------
+        NotAStoreError, StoreRefusedError, StoreDamagedError, FormatVersionError
+            If the folder, its surroundings or its data file do not allow it.
+        """
+        if quota_bytes is not None and quota_bytes < _MIN_QUOTA_BYTES:
+            raise ValueError(f"quota of {quota_bytes} bytes, at least {_MIN_QUOTA_BYTES} are needed")
+        env = Environment.acquire(
+            path, create=create and not read_only, read_only=read_only, map_bytes=map_bytes
+        )
+        store = cls(env, read_only)
+        try:
+            store._settle_quota(quota_bytes)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def close(self) -> None:
+        """Give the store back. The last handle of the process closes the data file."""
+        if not self._closed:
+            self._closed = True
+            self._env.release()
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def path(self) -> str:
+        """Real path of the store's folder."""
+        return self._env.folder
+
+    @property
+    def quota_bytes(self) -> int:
+        """The limit that is in force now, in bytes."""
+        with self._env.read() as txn:
+            return _quota(txn)
+
+    def set_quota(self, quota_bytes: int) -> None:
+        """Change the limit for every process. Nothing is evicted before the next write."""
+        if quota_bytes < _MIN_QUOTA_BYTES:
+            raise ValueError(f"quota of {quota_bytes} bytes, at least {_MIN_QUOTA_BYTES} are needed")
+        row = rows.close_row("format", _QUOTA_KEY, str(int(quota_bytes)).encode())
+        self._write(lambda txn: txn.put("format", _QUOTA_KEY, row))
+
+    def _settle_quota(self, wanted: int | None) -> None:
+        if self.read_only:
+            return
+        with self._env.read() as txn:
+            stored = _stored_quota(txn)
+        if stored is None and wanted is None:
+            wanted = max(
+                _MIN_QUOTA_BYTES,
+                min(DEFAULT_QUOTA_BYTES, int(shutil.disk_usage(self.path).free * _DISK_SHARE)),
+            )
+        if wanted is not None and wanted != stored:
+            self.set_quota(wanted)
+
+    def _write(self, action: Callable[[Transaction], Any]) -> Any:
+        if self.read_only:
+            raise ReadOnlyError(f"store {self.path} is open for reading only")
+        return self._env.write(action)
+
+    # Records
+
+    def put(
+        self,
+        identity: Identity,
+        *,
+        tenant: str,
+        unit: str,
+        meta: Mapping[str, Any],
+        tensors: Iterable[TensorBytes],
+        cost_ms: float,
+        created_s: float | None = None,
+    ) -> bool:
+        """Store a record, all of it or nothing.
+
+        Parameters
+        ----------
+        identity : Identity
+            Its kind, key and digest.
+        tenant, unit : str
+            Who owns it, and the media unit that it is evicted with.
+        meta : mapping
+            Strict JSON. A patch names its ``chunk`` (hex key) and its ``antecedents`` (list of hex keys).
+        tensors : iterable of TensorBytes
+            No two with the same name and layer.
+        cost_ms : float
+            What it took to make.
+        created_s : float, optional
+            Unix time in seconds; now by default.
+
+        Returns
+        -------
+        bool
+            True if it was written. False if nothing was: either the same content is there already, or another
+            content stands under the same key, which is kept and reported by an `IdentityWarning`. A damaged
+            record under the key is replaced.
+
+        Raises
+        ------
+        NoRoomError
+            If quota or disk have no room even after evicting what may go.
+        ReadOnlyError, ValueError, UnsupportedDtypeError
+        """
+        from . import payload
+
+        if self.read_only:
+            raise ReadOnlyError(f"store {self.path} is open for reading only")
+        with self._env.read() as txn:
+            if self._stands(txn, identity, tenant):
+                return False
+        items = list(tensors)
+        self.check_room(sum(tensor.raw_bytes for tensor in items))
+        prepared = payload.prepare(
+            identity, tenant=tenant, unit=unit, meta=meta, tensors=items, cost_ms=cost_ms, created_s=created_s
+        )
+        for _ in range(_ROOM_TRIES):
+            outcome = self._write(lambda txn: self._put_in(txn, prepared))
+            if not isinstance(outcome, _Shortage):
+                return outcome
+            self._make_room(prepared, outcome)
+        raise NoRoomError(prepared.needed_bytes, max(0, outcome.quota_bytes - outcome.used_bytes))
+
+    def _put_in(self, txn: Transaction, prepared: Prepared) -> bool | _Shortage:
+        from . import payload
+
+        record = prepared.record
+        if self._stands(txn, Identity(record.kind, record.key, record.digest), record.tenant):
+            return False
+        ledger.remove(txn, record.key)
+        used, quota = txn.used_bytes(), _quota(txn)
+        if used + prepared.needed_bytes > quota - _reserve(quota):
+            return _Shortage(used, quota)
+        payload.write(txn, prepared, time.time())
+        return True
+
+    def _stands(self, txn: Transaction, identity: Identity, tenant: str) -> bool:
+        """Whether the key is taken, by this content or by another one, in a sound record."""
+        from . import payload
+
+        header = txn.get("records", identity.key)
+        if header is None:
+            return False
+        try:
+            record = decode_header(identity.key, header)
+            if _same(record, identity, tenant):
+                payload.require_sound(txn, record)
+        except (DamagedError, UnsupportedDtypeError) as error:
+            warnings.warn(f"{error}; written again", DamagedRecordWarning, stacklevel=4)
+            return False
+        return True
+
+    def _make_room(self, prepared: Prepared, shortage: _Shortage) -> None:
+        record = prepared.record
+        quota = shortage.quota_bytes
+        limit = quota - _reserve(quota)
+        if prepared.needed_bytes > limit:
+            raise NoRoomError(prepared.needed_bytes, limit)
+        with self._env.read() as txn:
+            pinned, usages, used = states.pinned(txn), list(ledger.usages(txn)), txn.used_bytes()
+        slack = min(limit // 32, limit - prepared.needed_bytes)
+        named = frozenset(
+            (*(key for key in (ledger.references(record)[0],) if key), *ledger.references(record)[1])
+        )
+        protected = {(record.tenant, record.unit)} | {
+            (row.tenant, row.unit) for row in usages if row.key in named
+        }
+        units = eviction.group_units(usages)
+        for aim in (limit - prepared.needed_bytes - slack, limit - prepared.needed_bytes):
+            plan = eviction.plan_eviction(
+                units,
+                used_bytes=used,
+                now_s=time.time(),
+                to_bytes=aim,
+                pinned=pinned,
+                protected=frozenset(protected),
+            )
+            if plan.reached:
+                self.evict(plan)
+                return
+        raise NoRoomError(prepared.needed_bytes, max(0, limit - used + plan.freed_bytes))
+
+    def check_room(self, raw_bytes: int) -> None:
+        """Refuse before any encoding what cannot fit even when everything evictable went.
+
+        Parameters
+        ----------
+        raw_bytes : int
+            Size of the tensors in memory; compression is not counted on.
+
+        Raises
+        ------
+        NoRoomError
+            If quota or disk are too small.
+        """
+        needed = footprint_bytes(raw_bytes, 4096)
+        with self._env.read() as txn:
+            quota, used = _quota(txn), txn.used_bytes()
+        limit = quota - _reserve(quota)
+        if needed > limit:
+            raise NoRoomError(needed, limit)
+        inside = max(0, self._env.file_bytes() - used)
+        free = shutil.disk_usage(self.path).free
+        if needed > free + inside and used + needed <= limit:
+            raise NoRoomError(needed, free + inside, "disk")
+
+    def find(self, identity: Identity, *, tenant: str) -> Record | None:
+        """The record of this content for this tenant, or None.
+
+        The SHA-256 is compared. Another content under the same key is a miss with an `IdentityWarning`.
+
+        Raises
+        ------
+        DamagedError
+            If the stored header is damaged; `NotAKameraEntryError` if it is none.
+        FormatVersionError
+            If a newer program wrote it.
+        """
+        with self._env.read() as txn:
+            header = txn.get("records", identity.key)
+            record = None if header is None else decode_header(identity.key, header)
+        return record if record is not None and _same(record, identity, tenant) else None
+
+    def get(self, key: bytes) -> Record | None:
+        """The record under a key whoever owns it, or None; raises as `find`."""
+        with self._env.read() as txn:
+            header = txn.get("records", bytes(key))
+            return None if header is None else decode_header(bytes(key), header)
+
+    def resolve(self, prefix: str, kind: str | None = None, tenant: str | None = None) -> list[Record]:
+        """Records whose id begins with a hex prefix, in id order; damaged ones are skipped with a warning."""
+        text = prefix.lower()
+        if len(text) > 32 or any(character not in "0123456789abcdef" for character in text):
+            return []
+        whole = bytes.fromhex(text[: len(text) // 2 * 2])
+        found = []
+        with self._env.read() as txn:
+            for key, header in txn.scan("records", whole):
+                if key.hex().startswith(text):
+                    record = _or_warn(key, header)
+                    if record is not None and _matches(record, kind, tenant):
+                        found.append(record)
+        return found
+
+    def read(
+        self, record: Record, wanted: Iterable[tuple[str, int]] | None = None
+    ) -> dict[tuple[str, int], TensorBytes]:
+        """Tensors of a record, each checked: length, checksum, declared size, exact size.
+
+        Parameters
+        ----------
+        record : Record
+            From `find`, `get` or `iterate`.
+        wanted : iterable of (name, layer), optional
+            Which tensors; all by default.
+
+        Returns
+        -------
+        dict
+            By (name, layer). The bytes are fresh, writable and shared with nobody.
+
+        Raises
+        ------
+        KeyError
+            If the record has no such tensor.
+        DamagedError
+            If any check fails; nothing is returned then.
+        MissingRecordError
+            If the record was evicted meanwhile.
+        """
+        from . import payload
+
+        with self._env.read() as txn:
+            now = payload.current(txn, record)
+            infos = now.tensors if wanted is None else [now.tensor(name, layer) for name, layer in wanted]
+            fetched = payload.fetch(txn, now, infos)
+        return {(info.name, info.layer): payload.decode(now, info, stored) for info, stored in fetched}
+
+    def read_layer(self, record: Record, layer: int) -> dict[str, TensorBytes]:
+        """All tensors of one layer by name; checks and errors as in `read`."""
+        from . import payload
+
+        with self._env.read() as txn:
+            now = payload.current(txn, record)
+            fetched = payload.fetch(txn, now, now.layer_tensors(layer))
+        return {info.name: payload.decode(now, info, stored) for info, stored in fetched}
+
+    def iterate(self, kind: str | None = None, tenant: str | None = None) -> Iterator[Record]:
+        """All sound records in id order, in short transactions; damaged ones are skipped with a warning."""
+        start = b""
+        while True:
+            batch = []
+            with self._env.read() as txn:
+                for key, header in txn.scan("records", start=start):
+                    batch.append((key, bytes(header)))
+                    if len(batch) == _BATCH:
+                        break
+            for key, header in batch:
+                record = _or_warn(key, header)
+                if record is not None and _matches(record, kind, tenant):
+                    yield record
+            if len(batch) < _BATCH:
+                return
+            start = batch[-1][0] + b"\0"
+
+    def patches_of(self, chunk_key: bytes, tenant: str | None = None) -> list[Record]:
+        """Patches of a chunk."""
+        return self._linked(ledger.CHUNK, chunk_key, tenant)
+
+    def patches_naming(self, antecedent_key: bytes, tenant: str | None = None) -> list[Record]:
+        """Patches that have a chunk among their antecedents."""
+        return self._linked(ledger.ANTECEDENT, antecedent_key, tenant)
+
+    def _linked(self, role: bytes, target: bytes, tenant: str | None) -> list[Record]:
+        found = []
+        with self._env.read() as txn:
+            for key in ledger.linked(txn, role, bytes(target)):
+                header = txn.get("records", key)
+                record = None if header is None else _or_warn(key, header)
+                if record is not None and _matches(record, "patch", tenant):
+                    found.append(record)
+        return found
+
+    def touch(self, keys: Iterable[bytes], now_s: float | None = None) -> None:
+        """Stamp records as used now; does nothing on a read-only store."""
+        if not self.read_only:
+            stamp, listed = time.time() if now_s is None else float(now_s), [bytes(key) for key in keys]
+            if listed:
+                self._write(lambda txn: ledger.touch(txn, listed, stamp))
+
+    def delete(self, keys: Iterable[bytes]) -> int:
+        """Delete records, sound or damaged, in one transaction; bytes freed inside the data file."""
+        listed = [bytes(key) for key in keys]
+
+        def action(txn: Transaction) -> int:
+            before = txn.used_bytes()
+            for key in listed:
+                ledger.remove(txn, key)
+            return max(0, before - txn.used_bytes())
+
+        freed = self._write(action) if listed else 0
+        if freed:
+            self._pulse()
+        return freed
+
+    def delete_unit(self, tenant: str, unit: str) -> int:
+        """Delete a media unit with the patches of its chunks; bytes freed."""
+        for group in self.units():
+            if (group.tenant, group.unit) == (tenant, unit):
+                return self.delete(group.keys)
+        return 0
+
+    def _pulse(self) -> None:
+        """A small commit: pages freed by the last transaction can be used only after another one."""
+
+        def action(txn: Transaction) -> None:
+            txn.put("format", _PULSE_KEY, rows.close_row("format", _PULSE_KEY, str(txn.id).encode()))
+
+        self._write(action)
+
+    # State
+
+    def get_state(self, space: str, name: str) -> State | None:
+        """A state's value and version, or None; raises DamagedError if its bytes are not what was written."""
+        with self._env.read() as txn:
+            return states.get(txn, space, name)
+
+    def put_state(
+        self, space: str, name: str, value: Mapping[str, Any], *, expect: int | Literal["any"] | None
+    ) -> int:
+        """Write a state if its version is `expect` (None: if there is none); the new version.
+
+        Raises
+        ------
+        ConflictError
+            If another version is there.
+        ValueError
+            If the value is not strict JSON.
+        """
+        return self._write(lambda txn: states.put(txn, space, name, value, expect))
+
+    def delete_state(self, space: str, name: str) -> bool:
+        """Delete a state; whether there was one."""
+        key = states.state_key(space, name)
+        return self._write(lambda txn: txn.delete("state", key))
+
+    def list_state(self, space: str) -> list[str]:
+        """Names of all states in a space."""
+        with self._env.read() as txn:
+            return states.names(txn, space)
+
+    # Quota, eviction, care
+
+    def pins(self) -> frozenset[bytes]:
+        """Keys of the chunks that windows see."""
+        with self._env.read() as txn:
+            return states.pinned(txn)
+
+    def units(self) -> list[eviction.UnitUsage]:
+        """All media units with their sizes, costs and last use."""
+        with self._env.read() as txn:
+            return eviction.group_units(ledger.usages(txn))
+
+    def stats(self) -> Stats:
+        """Counts and bytes by kind and tenant, and the room inside and outside the data file."""
+        with self._env.read() as txn:
+            return gather(txn, self._env.file_bytes(), self._env.map_bytes(), _quota(txn))
+
+    def plan_eviction(
+        self,
+        *,
+        to_bytes: int | None = None,
+        older_than_s: float | None = None,
+        tenant: str | None = None,
+        now_s: float | None = None,
+    ) -> EvictionPlan:
+        """What would be evicted; see `eviction.plan_eviction`."""
+        with self._env.read() as txn:
+            units, pinned = eviction.group_units(ledger.usages(txn)), states.pinned(txn)
+            used = txn.used_bytes()
+        stamp = time.time() if now_s is None else float(now_s)
+        return eviction.plan_eviction(
+            units,
+            used_bytes=used,
+            now_s=stamp,
+            to_bytes=to_bytes,
+            older_than_s=older_than_s,
+            tenant=tenant,
+            pinned=pinned,
+        )
+
+    def evict(self, plan: EvictionPlan) -> int:
+        """Carry out a plan; bytes freed inside the data file. Units that a window took up meanwhile stay."""
+
+        def action(txn: Transaction) -> int:
+            before, pinned = txn.used_bytes(), states.pinned(txn)
+            for dropped in plan.units:
+                if pinned.isdisjoint(dropped.unit.keys):
+                    for key in dropped.unit.keys:
+                        ledger.remove(txn, key)
+            return max(0, before - txn.used_bytes())
+
+        if not plan.units:
+            return 0
+        freed = self._write(action)
+        self._pulse()
+        return freed
+
+    def verify(
+        self, *, on_progress: Callable[[int, int], None] | None = None, quarantine: bool = True
+    ) -> VerifyReport:
+        """Check every stored byte; see `integrity.verify`."""
+        from .integrity import verify
+
+        return verify(self, on_progress=on_progress, quarantine=quarantine)
+
+    def compact(self) -> CompactReport:
+        """Give freed pages back to the file system; see `integrity.compact`."""
+        from .integrity import compact
+
+        return compact(self)
+
+
+def _reserve(quota_bytes: int) -> int:
+    """Part of the quota that records may not take, so that windows and stamps can always be written."""
+    return min(64 << 20, max(128 << 10, quota_bytes // 64))
+
+
+def _stored_quota(txn: Transaction) -> int | None:
+    value = txn.get("format", _QUOTA_KEY)
+    return None if value is None else int(rows.open_row("format", _QUOTA_KEY, value))
+
+
+def _quota(txn: Transaction) -> int:
+    stored = _stored_quota(txn)
+    return DEFAULT_QUOTA_BYTES if stored is None else stored
+
+
+def _matches(record: Record, kind: str | None, tenant: str | None) -> bool:
+    return (kind is None or record.kind == kind) and (tenant is None or record.tenant == tenant)
+
+
+def _same(record: Record, identity: Identity, tenant: str) -> bool:
+    """Whether a record found under an identity's key is that identity, for that tenant."""
+    if record.digest != identity.digest or record.kind != identity.kind:
+        warnings.warn(
+            f"entry {record.short_id} holds another content (SHA-256 {record.digest.hex()[:16]}, "
+            f"asked for {identity.digest.hex()[:16]}); counted as a miss",
+            IdentityWarning,
+            stacklevel=4,
+        )
+        return False
+    return record.tenant == tenant
+
+
+def _or_warn(key: bytes, header: bytes | memoryview) -> Record | None:
+    try:
+        return decode_header(key, header)
+    except _UNREADABLE as error:
+        warnings.warn(f"{error}; skipped", DamagedRecordWarning, stacklevel=3)
+        return None

@@ -1,0 +1,44 @@
+"""Look at a data file from a process that may die of it, so that this one does not."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+_TIMEOUT_S = 300
+_CHILD = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from kamera_store.environment import walk; walk({folder!r}, {touch_values!r})"
+)
+
+
+def probe(folder: str, touch_values: bool) -> str | None:
+    """Walk all tables of a store in a child process.
+
+    Parameters
+    ----------
+    folder : str
+        The store.
+    touch_values : bool
+        Also touch the end of every value, which a cut file does not survive.
+
+    Returns
+    -------
+    str or None
+        None when the walk came to its end, otherwise what ended it.
+    """
+    code = _CHILD.format(path=sys.path, folder=folder, touch_values=touch_values)
+    command = [sys.executable, "-I", "-S", "-c", code]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, timeout=_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end of the walk within {_TIMEOUT_S} s"
+    if done.returncode < 0:
+        return f"the walk ended by {signal.Signals(-done.returncode).name}"
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"the walk ended with code {done.returncode}"
+    return None
