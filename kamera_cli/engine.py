@@ -1,0 +1,338 @@
+"""The engine: ingest, compile_patches, query, evict and recall over one store and one model.
+
+Importing this module loads no torch; the model is loaded by the first call that needs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from kamera_cli.errors import UsageError
+from kamera_cli.jobs import ingest as ingest_job
+from kamera_cli.jobs import moves
+from kamera_cli.model.checkpoint import (
+    Checkpoint,
+    fingerprint,
+    open_checkpoint,
+    positions_memory,
+    weights_digest,
+)
+from kamera_cli.results import (
+    CompileResult,
+    EvictResult,
+    IngestResult,
+    Progress,
+    QueryResult,
+    RecallResult,
+    WindowView,
+)
+from kamera_cli.settings import Settings
+from kamera_cli.window import list_windows, load_window
+from kamera_store.kvstore import KVStore
+
+if TYPE_CHECKING:
+    from kamera_cli.library import Library
+    from kamera_cli.model.runner import ModelRunner
+    from kamera_cli.selftest import SelfTest
+
+POSITIONS, SELFTEST = "positions", "selftest"
+"""State spaces of the store: what position functions answered, and which fingerprints passed the self-test."""
+
+_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+class Engine:
+    """One store and one model.
+
+    Parameters
+    ----------
+    settings : Settings
+    on_progress : callable, optional
+        Receives a `Progress` after each step of a long job.
+    on_warning : callable, optional
+        Receives one line at a time that a person should see.
+
+    Notes
+    -----
+    A context manager; ``close`` releases the store. Methods raise subclasses of `kamera_cli.errors.KameraError`,
+    `kamera_cli.media.errors.MediaError` and `kamera_store.errors.KameraStoreError`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        on_warning: Callable[[str], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.progress = on_progress or (lambda _step: None)
+        self.warn = on_warning or (lambda _line: None)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the store; the engine can be used again afterwards."""
+        store = self.__dict__.pop("store", None)
+        if store is not None:
+            store.close()
+
+    @cached_property
+    def store(self) -> KVStore:
+        """The store at ``settings.store``, created when it is not there."""
+        return KVStore.open(self.settings.store, quota_bytes=self.settings.quota_bytes)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The model's folder, checked but not loaded."""
+        return open_checkpoint(self.settings.model, trust_remote_code=self.settings.trust_remote_code)
+
+    @cached_property
+    def runner(self) -> ModelRunner:
+        """The loaded model."""
+        from kamera_cli.model.loading import load
+        from kamera_cli.model.runner import ModelRunner
+
+        settings = self.settings
+        self.progress(Progress(f"loading {self.checkpoint.label}", 0, 1, "models"))
+        runner = ModelRunner(
+            load(
+                self.checkpoint,
+                device=settings.device,
+                dtype=settings.dtype,
+                attention=settings.attention,
+                trust_remote_code=settings.trust_remote_code,
+            )
+        )
+        if settings.device == "auto" and runner.device.type == "cpu":
+            self.warn("no GPU found: running on the CPU, expect it to be slow")
+        self.progress(Progress(f"loading {self.checkpoint.label}", 1, 1, "models"))
+        return runner
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Model fingerprint (design §3). Needs the model only when its position function was never probed here."""
+        digest = weights_digest(
+            self.checkpoint,
+            self.store,
+            rehash=self.settings.rehash,
+            on_hash=lambda name: self.progress(Progress(f"hashing {name}", 0, None, "files")),
+        )
+        memory = positions_memory(self.checkpoint)
+        known = self.store.get_state(POSITIONS, memory)
+        positions = known.value["probe"] if known else self._probe_positions(memory)
+        return fingerprint(self.checkpoint, weights=digest, positions=positions, dtype=self.dtype_name)
+
+    def _probe_positions(self, memory: str) -> str:
+        found = self.runner.probe_positions()
+        self.store.put_state(POSITIONS, memory, {"probe": found}, expect="any")
+        return found
+
+    @property
+    def library(self) -> Library:
+        """Chunks and patches of this tenant and model in the store."""
+        from kamera_cli.library import Library
+
+        return Library(self.store, self.settings.tenant, self.fingerprint, self.runner.device)
+
+    @property
+    def dtype_name(self) -> str:
+        """Compute dtype without loading torch where the answer is plain; the loaded model's own otherwise."""
+        if "runner" in self.__dict__:
+            return str(self.runner.dtype).removeprefix("torch.")
+        if self.settings.dtype != "auto":
+            return _DTYPE_NAMES[self.settings.dtype]
+        if self.settings.device == "cpu" or not _cuda_possible():
+            return "float32"
+        return str(self.runner.dtype).removeprefix("torch.")
+
+    def ensure_self_tested(self) -> None:
+        """Run the self-test once per fingerprint, before anything is written for it.
+
+        Raises
+        ------
+        RefusedError
+            A check failed: the captured KV is not what this model's own cache holds.
+        """
+        from kamera_cli.selftest import require, self_test
+
+        if self.store.get_state(SELFTEST, self.fingerprint) is None:
+            require(self_test(self.runner), self.checkpoint.label)
+            self.store.put_state(SELFTEST, self.fingerprint, {"passed": True}, expect="any")
+
+    def self_test(self) -> SelfTest:
+        """Compare capture, relocation and positions with the model's own (``kamera models check``)."""
+        from kamera_cli.selftest import self_test
+
+        return self_test(self.runner)
+
+    def ingest(
+        self,
+        sources: Sequence[str | Path],
+        *,
+        window: str = "default",
+        fps: float = 2.0,
+        chunk_seconds: float = 8.0,
+        max_pixels: int | None = None,
+        chunk_tokens: int = 512,
+        name: str | None = None,
+        partial: bool = False,
+        dry_run: bool = False,
+    ) -> IngestResult:
+        """Decode, cut, encode once, store, and append to a window.
+
+        Parameters
+        ----------
+        sources : sequence of path
+            Videos, images or UTF-8 text files.
+        fps : float
+            Frames sampled per second of video.
+        chunk_seconds : float
+            Length of a video chunk.
+        max_pixels : int or None
+            Bound on the pixels of a frame after resizing; None keeps the checkpoint's own.
+        chunk_tokens : int
+            Length of a text chunk.
+        name : str or None
+            What chunks are called instead of the file name.
+        partial : bool
+            Keep the sources that work when others fail, instead of appending nothing to the window.
+        dry_run : bool
+            Decode and count, but encode and write nothing.
+        """
+        options = ingest_job.IngestOptions(
+            fps, chunk_seconds, max_pixels, chunk_tokens, name, partial, dry_run
+        )
+        return ingest_job.ingest(self, [os.fspath(source) for source in sources], window, options)
+
+    def compile_patches(
+        self,
+        chunks: Sequence[str] | None = None,
+        *,
+        window: str = "default",
+        kind: Literal["exact"] = "exact",
+        rank: int | Literal["auto"] = "auto",
+        energy: float = 0.99,
+        factor_dtype: str = "auto",
+        probe: str = "",
+    ) -> CompileResult:
+        """Form the patch of every chunk for what stands before it, in one conditioned forward.
+
+        Parameters
+        ----------
+        chunks : sequence of str or None
+            An order (numbers, names, ids); None for the window's own.
+        rank : int or "auto"
+            ``auto`` captures ``energy`` of ‖Δ‖² per layer, at most rank 64.
+        factor_dtype : {"auto", "fp32", "fp16", "bf16"}
+        probe : str
+            Question on which the KL of each patch is measured; empty for the template's closing tokens alone.
+        """
+        from kamera_cli.jobs import patches
+
+        if kind != "exact":
+            raise UsageError(f"--kind {kind} is not supported (supported: exact)")
+        if not 0 < energy <= 1:
+            raise UsageError(f"--energy {energy}: must be above 0 and at most 1")
+        return patches.compile_window(
+            self, chunks, window, patches.PatchOptions(rank, energy, factor_dtype, probe)
+        )
+
+    def query(
+        self,
+        question: str,
+        *,
+        window: str = "default",
+        chunks: Sequence[str] | None = None,
+        reuse: Literal["auto", "patched", "blind", "none"] = "auto",
+        compare: bool = False,
+        max_kl: float | None = None,
+        require_hit: bool = False,
+        max_new_tokens: int = 32,
+        temperature: float = 0.0,
+        seed: int = 0,
+        rank: int | None = None,
+        on_token: Callable[[str], None] | None = None,
+    ) -> QueryResult:
+        """Answer from stored chunks, with a receipt.
+
+        Parameters
+        ----------
+        chunks : sequence of str or None
+            An order (numbers, names, ids); None for the window's own.
+        reuse : {"auto", "patched", "blind", "none"}
+            See `kamera_cli.operator.plan.plan`.
+        compare : bool
+            Also re-encode from the sources (or re-prefill where they are gone) and report KL, agreement and TTFT.
+        max_kl : float or None
+            Refuse patches whose measured KL is above it.
+        require_hit : bool
+            Raise instead of prefilling.
+        rank : int or None
+            Use only the first directions of each patch.
+
+        Raises
+        ------
+        NotFoundError
+            No such window or chunk, or a miss under ``require_hit``.
+        RefusedError
+            The window belongs to another model.
+        UsageError
+            Empty window or question, or a prompt longer than the model's context.
+        """
+        from kamera_cli.jobs import query
+
+        options = query.QueryOptions(
+            reuse, compare, max_kl, require_hit, max_new_tokens, temperature, seed, rank, on_token
+        )
+        return query.query(self, question, window, chunks, options)
+
+    def evict(
+        self,
+        chunks: Sequence[str] | None = None,
+        *,
+        window: str = "default",
+        oldest: int | None = None,
+        purge: bool = False,
+        dry_run: bool = False,
+    ) -> EvictResult:
+        """Take chunks out of a window; the store keeps them unless ``purge``. Needs no model."""
+        return moves.evict(
+            self.store, self.settings.tenant, window, chunks, oldest=oldest, purge=purge, dry_run=dry_run
+        )
+
+    def recall(
+        self, chunks: Sequence[str], *, window: str = "default", at: str | int = "end"
+    ) -> RecallResult:
+        """Put evicted chunks back, each with a patch for what now stands before it; the vision tower never runs."""
+        from kamera_cli.jobs import patches
+
+        return patches.recall(self, chunks, window, moves.position(at))
+
+    def window(self, name: str = "default") -> WindowView:
+        """A window of this tenant; `NotFoundError` when there is none."""
+        return load_window(self.store, self.settings.tenant, name)
+
+    def windows(self) -> tuple[WindowView, ...]:
+        """All windows of this tenant."""
+        return list_windows(self.store, self.settings.tenant)
+
+
+def _cuda_possible() -> bool:
+    """Whether the installed torch may find a CUDA device: built with CUDA, and a driver is there. Loads no torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    version_file = Path(spec.origin).with_name("version.py")
+    built = re.search(r"^cuda\b[^=]*=\s*['\"]", version_file.read_text(encoding="utf-8"), re.MULTILINE)
+    return built is not None and os.path.exists("/dev/nvidiactl")

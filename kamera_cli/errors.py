@@ -1,0 +1,31 @@
+"""Typed errors of the engine; ``app.py`` alone turns them into exit codes."""
+
+from __future__ import annotations
+
+
+class KameraError(Exception):
+    """Base of every error a user can meet. ``str()`` is one line: what happened, to which object, what to do."""
+
+    exit_code = 1
+
+
+class UsageError(KameraError):
+    """The request itself makes no sense (exit code 2)."""
+
+    exit_code = 2
+
+
+class NotFoundError(KameraError):
+    """A chunk, window or file is not there, or a miss under ``--require-hit`` (exit code 3)."""
+
+    exit_code = 3
+
+
+class RefusedError(KameraError):
+    """The model, tenant, format or architecture does not fit (exit code 4)."""
+
+    exit_code = 4
+
+
+class PartialFailure(KameraError):
+    """Some sources of a batch failed; the others are done (exit code 1)."""

@@ -1,0 +1,1 @@
+"""What the engine does, one file per job."""

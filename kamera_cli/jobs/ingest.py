@@ -1,0 +1,200 @@
+"""Ingest: source → chunks → model inputs → canonical KV in the store → window.
+
+A source that was ingested before with the same options is found in the source index by the hash of its content: nothing
+is decoded, encoded, or even imported for that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from kamera_cli.errors import RefusedError, UsageError
+from kamera_cli.media.errors import MediaError
+from kamera_cli.media.rules import RULES
+from kamera_cli.model.checkpoint import Checkpoint
+from kamera_cli.results import (
+    IngestedChunk,
+    IngestedSource,
+    IngestResult,
+    Progress,
+    SourceFailure,
+    WindowEntry,
+    WindowView,
+)
+from kamera_cli.window import SPACE, appended, load_window, update_window
+from kamera_store.errors import KameraStoreError
+from kamera_store.keys import Identity, file_sha256, source_identity
+from kamera_store.records import Record
+
+if TYPE_CHECKING:
+    from kamera_cli.engine import Engine
+
+
+@dataclass(frozen=True)
+class IngestOptions:
+    """Options of ``Engine.ingest``, see there."""
+
+    fps: float
+    chunk_seconds: float
+    max_pixels: int | None
+    chunk_tokens: int
+    name: str | None
+    partial: bool
+    dry_run: bool
+
+    def parameters(self, checkpoint: Checkpoint) -> dict:
+        """What, besides the file's bytes and the model fingerprint, decides the chunks of a source."""
+        return {
+            "fps": float(self.fps),
+            "chunk_seconds": float(self.chunk_seconds),
+            "max_pixels": self.max_pixels,
+            "chunk_tokens": self.chunk_tokens,
+            "rules": RULES,
+            "av": version("av"),
+            "processor": checkpoint.processor_digest,
+        }
+
+
+def ingest(engine: Engine, sources: Sequence[str], window: str, options: IngestOptions) -> IngestResult:
+    """Ingest sources in order; see ``Engine.ingest``.
+
+    Raises
+    ------
+    UsageError
+        No source, an option out of range, or ``name`` for more than one source.
+    RefusedError
+        The window belongs to another model.
+    """
+    _check(sources, options)
+    started = time.perf_counter()
+    fingerprint = engine.fingerprint
+    _refuse_other_model(engine, window, fingerprint)
+    done: list[IngestedSource] = []
+    entries: list[WindowEntry] = []
+    failures: list[SourceFailure] = []
+    for path in sources:
+        try:
+            source, records = _one(engine, path, options, fingerprint)
+        except MediaError as error:
+            if len(sources) == 1:
+                raise
+            failures.append(SourceFailure(path, error.reason))
+            continue
+        done.append(source)
+        entries += [_entry(record, options.name) for record in records]
+    if not options.dry_run and entries and (options.partial or not failures):
+        view = update_window(
+            engine.store,
+            engine.settings.tenant,
+            window,
+            lambda old: appended(old, entries),
+            fingerprint=fingerprint,
+        )
+        done = [_numbered(source, view) for source in done]
+    total_ms = 1e3 * (time.perf_counter() - started)
+    return IngestResult(window, tuple(done), tuple(failures), total_ms, options.dry_run)
+
+
+def _check(sources: Sequence[str], options: IngestOptions) -> None:
+    if not sources:
+        raise UsageError("name at least one source")
+    if options.name is not None and len(sources) > 1:
+        raise UsageError("--name goes with one source")
+    if options.max_pixels is not None and options.max_pixels < 1:
+        raise UsageError(f"--max-pixels {options.max_pixels}: must be at least 1")
+
+
+def _refuse_other_model(engine: Engine, window: str, fingerprint: str) -> None:
+    tenant = engine.settings.tenant
+    if engine.store.get_state(SPACE, f"{tenant}/{window}") is None:
+        return
+    owner = load_window(engine.store, tenant, window).fingerprint
+    if owner != fingerprint:
+        raise RefusedError(
+            f"window {window!r} holds chunks of another model (its fingerprint {owner[:10]}, "
+            f"{engine.settings.model} has {fingerprint[:10]}); name another with --window"
+        )
+
+
+def _one(
+    engine: Engine, path: str, options: IngestOptions, fingerprint: str
+) -> tuple[IngestedSource, tuple[Record, ...]]:
+    tenant = engine.settings.tenant
+    try:
+        content = file_sha256(path)
+    except OSError as error:
+        raise MediaError(path, f"it cannot be read ({error.strerror or error})") from error
+    identity = source_identity(
+        content_sha256=content,
+        parameters=options.parameters(engine.checkpoint),
+        fingerprint=fingerprint,
+        tenant=tenant,
+    )
+    known = engine.store.find(identity, tenant=tenant)
+    records = () if known is None else _still_there(engine, known)
+    if records and not options.dry_run:
+        engine.store.touch([known.key, *(record.key for record in records)])
+    if records:
+        chunks = tuple(_described(record, "found", options.name) for record in records)
+        return IngestedSource(path, known.meta["kind"], chunks, True, tuple(known.meta["notes"])), records
+    from kamera_cli.jobs.encode import encode_source
+
+    return encode_source(engine, path, content, options, identity)
+
+
+def _still_there(engine: Engine, source: Record) -> tuple[Record, ...]:
+    """Records of all chunks of a known source, or nothing when one of them was evicted or damaged."""
+    records = []
+    for chunk in source.meta["chunks"]:
+        identity = Identity("chunk", bytes.fromhex(chunk["key"]), bytes.fromhex(chunk["digest"]))
+        try:
+            record = engine.store.find(identity, tenant=engine.settings.tenant)
+        except KameraStoreError as error:
+            engine.warn(f"{error}; encoding the source again")
+            return ()
+        if record is None:
+            return ()
+        records.append(record)
+    return tuple(records)
+
+
+def _described(record: Record, outcome: str, name: str | None) -> IngestedChunk:
+    source = record.meta["source"]
+    return IngestedChunk(
+        id=record.id,
+        name=chunk_name(record.meta, name),
+        number=0,
+        outcome=outcome,
+        num_tokens=record.meta["num_tokens"],
+        raw_bytes=record.raw_bytes,
+        stored_bytes=record.stored_bytes,
+        start_s=source["start_s"],
+        end_s=source["end_s"],
+    )
+
+
+def chunk_name(meta: dict, name: str | None) -> str:
+    """Name of a chunk in a window: the source's own, or the one asked for, with the chunk's number in the source."""
+    return meta["name"] if name is None else f"{name}#{meta['source']['index'] + 1}"
+
+
+def _entry(record: Record, name: str | None) -> WindowEntry:
+    return WindowEntry(
+        0, record.id, record.digest.hex(), chunk_name(record.meta, name), record.meta["num_tokens"]
+    )
+
+
+def _numbered(source: IngestedSource, window: WindowView) -> IngestedSource:
+    numbers = {entry.chunk: entry.number for entry in window.entries}
+    return replace(
+        source, chunks=tuple(replace(chunk, number=numbers.get(chunk.id, 0)) for chunk in source.chunks)
+    )
+
+
+def report(engine: Engine, done: int, total: int | None, what: str) -> None:
+    """Tell how far an encode is."""
+    engine.progress(Progress(what, done, total))

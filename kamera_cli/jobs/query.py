@@ -1,0 +1,301 @@
+"""Query: plan, read, assemble, prefill only the question, answer, and account for every step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kamera_cli.errors import NotFoundError, UsageError
+from kamera_cli.generate import Chooser, decode
+from kamera_cli.jobs.common import Conditioned, conditioning, ordered, refuse_other_model, require_context
+from kamera_cli.jobs.compare import compare
+from kamera_cli.jobs.firstuse import keep_patches
+from kamera_cli.jobs.reading import Reading, read_and_assemble
+from kamera_cli.library import Library, identity_of
+from kamera_cli.model.compat import DynamicCache
+from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.runner import Segment
+from kamera_cli.operator.plan import Action, Offer, Plan, Reuse, Wanted, plan
+from kamera_cli.results import ChunkReceipt, QueryResult, Stages
+from kamera_cli.window import load_window, reconditioned, update_window
+from kamera_store.errors import DamagedError
+from kamera_store.records import Record
+
+if TYPE_CHECKING:
+    from kamera_cli.engine import Engine
+
+
+@dataclass(frozen=True)
+class QueryOptions:
+    """Options of ``Engine.query``, see there."""
+
+    reuse: Reuse
+    compare: bool
+    max_kl: float | None
+    require_hit: bool
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    rank: int | None
+    on_token: Callable[[str], None] | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A chunk of the arrangement as the store has it: its record, and the patch that fits, if any."""
+
+    wanted: Conditioned
+    record: Record
+    patch: Record | None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A prompt whose last token has been computed: cache, logits (vocab,), the next position, and how it was made."""
+
+    cache: DynamicCache
+    logits: torch.Tensor
+    next_position: int
+    reading: Reading
+    segments: tuple[Segment, ...] = ()
+    captured: tuple[list[LayerKV], ...] = ()
+
+
+def query(
+    engine: Engine, question: str, window: str, chunks: Sequence[str] | None, options: QueryOptions
+) -> QueryResult:
+    """Answer a question from stored chunks; see ``Engine.query``."""
+    _check(question, options)
+    view = load_window(engine.store, engine.settings.tenant, window)
+    refuse_other_model(engine, view)
+    runner, library = engine.runner, engine.library
+    choose = Chooser(options.temperature, options.seed)
+
+    started = time.perf_counter()
+    question_ids = runner.question_ids(question)
+    wanted = conditioning(view, ordered(view, chunks), given_order=chunks is not None)
+    found = [_find(library, chunk) for chunk in wanted]
+    _require_fit(engine, found, question_ids.numel() + options.max_new_tokens)
+    chosen = plan(_wanted(found), reuse=options.reuse, max_kl=options.max_kl)
+    _require_hits(chosen, found, options)
+    lookup_ms = 1e3 * (time.perf_counter() - started)
+
+    chosen, ready = _prepare(engine, library, found, chosen, question_ids, options)
+    prefilling = time.perf_counter()
+    first = choose(ready.logits)
+    ttft_ms = 1e3 * (time.perf_counter() - started)
+    stages = replace(ready.reading.stages, lookup=lookup_ms)
+    stages = replace(stages, prefill=stages.prefill + 1e3 * (time.perf_counter() - prefilling))
+
+    answer = decode(
+        runner, ready.cache, first, ready.next_position,
+        choose=choose, max_new_tokens=options.max_new_tokens, on_token=options.on_token,
+    )  # fmt: skip
+    finished = time.perf_counter()
+    num_new = len(answer.token_ids)
+    tpot_ms = 1e3 * (finished - started) / (num_new - 1) - ttft_ms / (num_new - 1) if num_new > 1 else None
+
+    kept: tuple[str, ...] = ()
+    if chosen.fallback is not None and options.reuse == "auto":
+        records = [chunk.record for chunk in found]
+        kept = keep_patches(
+            engine, library, records, ready.captured, ready.segments, question_ids, ready.logits
+        )
+        if chunks is None:
+            update_window(engine.store, engine.settings.tenant, window, reconditioned)
+    engine.store.touch(
+        [record.key for chunk in found for record in (chunk.record, chunk.patch) if record is not None]
+    )
+    total_ms = 1e3 * (time.perf_counter() - started)
+    receipts = _receipts(found, chosen, ready.reading, runner.preamble.positions.span, options.rank)
+    num_chunk_tokens = sum(receipt.num_tokens for receipt in receipts)
+    reused = 0 if chosen.fallback is not None else num_chunk_tokens
+    return QueryResult(
+        question=question,
+        answer=answer.text,
+        window=window,
+        reuse=options.reuse,
+        attention=runner.loaded.attention,
+        device=str(runner.device),
+        dtype=engine.dtype_name,
+        model=engine.checkpoint.label,
+        fallback=chosen.fallback,
+        ttft_ms=ttft_ms,
+        stages=stages,
+        chunks=receipts,
+        reused_tokens=reused,
+        prefilled_tokens=num_chunk_tokens - reused + question_ids.numel(),
+        new_tokens=num_new,
+        total_ms=total_ms,
+        tpot_ms=tpot_ms,
+        patches_kept=kept,
+        warnings=_warnings(receipts),
+        compare=compare(
+            engine, found_records(found), question_ids, ready.logits, answer, options.max_new_tokens
+        )
+        if options.compare
+        else None,
+    )
+
+
+def found_records(found: Sequence[Found]) -> list[Record]:
+    """Chunk records in prompt order."""
+    return [chunk.record for chunk in found]
+
+
+def _check(question: str, options: QueryOptions) -> None:
+    if not question.strip():
+        raise UsageError("the question is empty")
+    if options.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
+    if options.temperature < 0:
+        raise UsageError(f"--temperature {options.temperature}: must not be negative")
+    if options.rank is not None and options.rank < 1:
+        raise UsageError(f"--rank {options.rank}: must be at least 1")
+    if options.max_kl is not None and options.max_kl < 0:
+        raise UsageError(f"--max-kl {options.max_kl}: must not be negative")
+
+
+def _find(library: Library, chunk: Conditioned) -> Found:
+    record = library.find_chunk(chunk.entry)
+    if record is None:
+        raise NotFoundError(
+            f"chunk {chunk.entry.number} ({chunk.entry.name}) is no longer in the store; ingest its source again"
+        )
+    patch = None
+    if chunk.antecedents:
+        patch = library.find_patch(identity_of(chunk.entry), chunk.antecedents, "exact")
+    return Found(chunk, record, patch)
+
+
+def _wanted(found: Sequence[Found]) -> list[Wanted]:
+    return [
+        Wanted(
+            chunk=chunk.record.key,
+            num_antecedents=len(chunk.wanted.entry.conditioned_on)
+            if chunk.wanted.antecedents is None
+            else len(chunk.wanted.antecedents),
+            offer=None if chunk.patch is None else Offer(chunk.patch.key, "exact", chunk.patch.meta["kl"]),
+        )
+        for chunk in found
+    ]
+
+
+def _require_fit(engine: Engine, found: Sequence[Found], num_more: int) -> None:
+    length = (
+        engine.runner.preamble.positions.span + sum(chunk.record.meta["span"] for chunk in found) + num_more
+    )
+    require_context(engine, length, "chunks, question and answer together")
+
+
+def _require_hits(chosen: Plan, found: Sequence[Found], options: QueryOptions) -> None:
+    if not options.require_hit or (chosen.num_misses == 0 and chosen.fallback is None):
+        return
+    missed = [
+        f"{chunk.wanted.entry.number}: {action.why_not}"
+        for chunk, action in zip(found, chosen.actions, strict=True)
+        if action.why_not is not None
+    ]
+    raise NotFoundError(
+        f"--require-hit: not reused ({', '.join(missed) or chosen.fallback}); form patches with compile-patches"
+    )
+
+
+def _prepare(
+    engine: Engine,
+    library: Library,
+    found: Sequence[Found],
+    chosen: Plan,
+    question_ids: torch.Tensor,
+    options: QueryOptions,
+) -> tuple[Plan, Ready]:
+    """Assemble as planned, or prefill; damage found while reading turns ``auto`` into a prefill."""
+    if chosen.fallback is None:
+        try:
+            return chosen, _reused(engine, library, found, chosen, question_ids, options.rank)
+        except DamagedError as error:
+            if options.reuse != "auto" or options.require_hit:
+                raise
+            engine.warn(f"{error}; answering from a prefill instead")
+            reason = tuple(Action("prefilled", why_not="damaged") for _ in found)
+            chosen = Plan(reason, "a stored chunk or patch is damaged")
+    return chosen, _prefilled(engine, library, found, question_ids)
+
+
+def _reused(
+    engine: Engine,
+    library: Library,
+    found: Sequence[Found],
+    chosen: Plan,
+    question_ids: torch.Tensor,
+    rank: int | None,
+) -> Ready:
+    runner = engine.runner
+    patches = [
+        chunk.patch if action.used == "exact" else None
+        for chunk, action in zip(found, chosen.actions, strict=True)
+    ]
+    cache, end, reading = read_and_assemble(runner, library, found_records(found), patches, rank)
+    started = time.perf_counter()
+    logits = runner.extend(
+        cache, runner.embed(question_ids), runner.positions_from(end, question_ids.numel())
+    )
+    runner.synchronize()
+    stages = replace(reading.stages, prefill=1e3 * (time.perf_counter() - started))
+    return Ready(cache, logits, end + question_ids.numel(), replace(reading, stages=stages))
+
+
+def _prefilled(engine: Engine, library: Library, found: Sequence[Found], question_ids: torch.Tensor) -> Ready:
+    runner = engine.runner
+    started = time.perf_counter()
+    segments = [library.segment(chunk.record) for chunk in found]
+    runner.synchronize()
+    read = time.perf_counter()
+    whole = [runner.preamble, *segments, runner.text_segment(question_ids)]
+    cache, logits, captured, end = runner.prefill(whole)
+    runner.synchronize()
+    stages = Stages(read=1e3 * (read - started), prefill=1e3 * (time.perf_counter() - read))
+    sizes = [chunk.record.tensor("embeddings").stored_bytes for chunk in found]
+    return Ready(cache, logits, end, Reading(stages, tuple(sizes)), tuple(segments), tuple(captured[1:-1]))
+
+
+def _receipts(
+    found: Sequence[Found], chosen: Plan, reading: Reading, start: int, rank: int | None
+) -> tuple[ChunkReceipt, ...]:
+    parts = [(chunk, action) for chunk, action in zip(found, chosen.actions, strict=True)]
+    offset, receipts = start, []
+    for (chunk, action), bytes_read in zip(parts, reading.bytes_read, strict=True):
+        patch = chunk.patch if action.used == "exact" else None
+        entry = chunk.wanted.entry
+        used_rank = None if patch is None else max(patch.meta["ranks"])
+        receipts.append(
+            ChunkReceipt(
+                id=entry.chunk,
+                number=entry.number,
+                name=entry.name,
+                used=action.used,
+                num_tokens=entry.num_tokens,
+                position=offset,
+                patch=None if patch is None else patch.id,
+                rank=used_rank if rank is None or used_rank is None else min(rank, used_rank),
+                energy=None if patch is None else min(patch.meta["energy"]),
+                kl=None if patch is None else patch.meta["kl"],
+                bytes_read=bytes_read,
+                why_not=action.why_not,
+            )
+        )
+        offset += chunk.record.meta["span"]
+    return tuple(receipts)
+
+
+def _warnings(receipts: Sequence[ChunkReceipt]) -> tuple[str, ...]:
+    blind = [str(receipt.number) for receipt in receipts if receipt.used == "blind"]
+    if not blind:
+        return ()
+    return (
+        f"chunks {', '.join(blind)} were reused without a patch: what they took in from earlier chunks is missing",
+    )

@@ -1,0 +1,111 @@
+"""Read canonical KV and factors layer by layer and assemble them, with a clock on each stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kamera_cli.library import Library, as_layer, as_patch
+from kamera_cli.model.compat import DynamicCache
+from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.runner import ModelRunner
+from kamera_cli.operator.assemble import assemble, joined_positions, place
+from kamera_cli.operator.patch import LayerPatch
+from kamera_cli.results import Stages
+from kamera_store.records import Record
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Time per stage in ms, and stored bytes that were read for each chunk (its patch included)."""
+
+    stages: Stages
+    bytes_read: tuple[int, ...]
+
+
+@dataclass
+class _Clock:
+    read: float = 0.0
+    transfer: float = 0.0
+
+
+def read_and_assemble(
+    runner: ModelRunner,
+    library: Library,
+    records: Sequence[Record],
+    patches: Sequence[Record | None],
+    rank: int | None = None,
+) -> tuple[DynamicCache, int, Reading]:
+    """A fresh cache of preamble and chunks at their places.
+
+    Parameters
+    ----------
+    records, patches : sequence of Record
+        Chunks in prompt order, and the patch of each or None.
+    rank : int or None
+        Use only the first directions of each patch.
+
+    Returns
+    -------
+    DynamicCache
+    int
+        Position of the token that follows.
+    Reading
+
+    Raises
+    ------
+    DamagedError
+        A stored byte is not what was written.
+    """
+    started = time.perf_counter()
+    clock = _Clock()
+    positions = [library.positions(record) for record in records]
+    sizes = [(runner.preamble.positions, runner.preamble.num_tokens)]
+    sizes += [(ids, record.meta["num_tokens"]) for ids, record in zip(positions, records, strict=True)]
+    placed, end = place(sizes)
+    clock.read += time.perf_counter() - started
+    layers = _layers(runner, library, records, patches, clock)
+    cache = assemble(runner.family, layers, joined_positions(placed), rank)
+    runner.synchronize()
+    total = time.perf_counter() - started
+    stages = Stages(
+        read=1e3 * clock.read,
+        transfer=1e3 * clock.transfer,
+        assemble=1e3 * (total - clock.read - clock.transfer),
+    )
+    return cache, end, Reading(stages, _bytes_read(records, patches))
+
+
+def _layers(
+    runner: ModelRunner,
+    library: Library,
+    records: Sequence[Record],
+    patches: Sequence[Record | None],
+    clock: _Clock,
+) -> Iterator[list[tuple[LayerKV, LayerPatch | None]]]:
+    for layer in range(runner.family.num_layers):
+        parts: list[tuple[LayerKV, LayerPatch | None]] = [(runner.preamble_layers[layer], None)]
+        for record, patch in zip(records, patches, strict=True):
+            started = time.perf_counter()
+            stored = library.store.read_layer(record, layer)
+            factors = None if patch is None else library.store.read_layer(patch, layer)
+            read = time.perf_counter()
+            kv = as_layer(stored, library.device)
+            restored = (
+                None if factors is None else as_patch(factors, patch.meta["energy"][layer], library.device)
+            )
+            parts.append((kv, restored))
+            clock.read += read - started
+            clock.transfer += time.perf_counter() - read
+        yield parts
+
+
+def _bytes_read(records: Sequence[Record], patches: Sequence[Record | None]) -> tuple[int, ...]:
+    sizes = []
+    for record, patch in zip(records, patches, strict=True):
+        size = sum(tensor.stored_bytes for tensor in record.tensors if tensor.layer >= 0)
+        sizes.append(
+            size + record.tensor("positions").stored_bytes + (0 if patch is None else patch.stored_bytes)
+        )
+    return tuple(sizes)

@@ -1,0 +1,163 @@
+"""What the engine keeps in the store: chunks and patches as records of one tenant and one model fingerprint.
+
+A chunk keeps everything that is ever needed of it again: token ids, embeddings as the language model receives them,
+relative positions and canonical KV. Nothing is decoded or seen by the vision tower a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.positions import RelativePositions
+from kamera_cli.model.runner import ChunkInputs, EncodedChunk, Segment
+from kamera_cli.operator.patch import Factors, LayerPatch
+from kamera_cli.results import WindowEntry
+from kamera_store.keys import Identity, chunk_identity, patch_identity
+from kamera_store.kvstore import KVStore
+from kamera_store.records import Record, TensorBytes
+from kamera_store.tensors import to_bytes, to_torch
+
+
+@dataclass(frozen=True)
+class Library:
+    """Chunks and patches on top of a store.
+
+    Attributes
+    ----------
+    device : torch.device
+        Where tensors that are read back go.
+    """
+
+    store: KVStore
+    tenant: str
+    fingerprint: str
+    device: torch.device
+
+    def chunk_identity(self, inputs: ChunkInputs) -> Identity:
+        """Key of a chunk from exactly what the model sees of it (design §3)."""
+        tensors = {"token_ids": inputs.token_ids, "token_types": inputs.token_types, **inputs.tensors}
+        tensors["positions"] = inputs.positions.ids
+        return chunk_identity(
+            fingerprint=self.fingerprint,
+            tenant=self.tenant,
+            inputs=[to_bytes(name, tensor) for name, tensor in sorted(tensors.items())],
+            extra={"span": inputs.positions.span},
+        )
+
+    def find_chunk(self, entry: WindowEntry) -> Record | None:
+        """The record of a window's chunk; None when it is gone, or is not the one that the window means."""
+        return self.store.find(identity_of(entry), tenant=self.tenant)
+
+    def put_chunk(
+        self, identity: Identity, inputs: ChunkInputs, encoded: EncodedChunk, *, unit: str, meta: Mapping
+    ) -> bool:
+        """Write a chunk; False when it was there already."""
+        tensors = [
+            to_bytes("token_ids", inputs.token_ids),
+            to_bytes("positions", inputs.positions.ids),
+            to_bytes("embeddings", encoded.embeddings),
+        ]
+        for layer, kv in enumerate(encoded.layers):
+            tensors += [to_bytes("keys", kv.keys, layer=layer), to_bytes("values", kv.values, layer=layer)]
+        described = {
+            "kind": inputs.kind,
+            "num_tokens": inputs.num_tokens,
+            "span": inputs.positions.span,
+            "num_layers": len(encoded.layers),
+            "fingerprint": self.fingerprint,
+            **meta,
+        }
+        cost_ms = encoded.vision_ms + encoded.prefill_ms
+        return self.store.put(
+            identity, tenant=self.tenant, unit=unit, meta=described, tensors=tensors, cost_ms=cost_ms
+        )
+
+    def segment(self, record: Record) -> Segment:
+        """Stored embeddings and positions: what a conditioned forward starts from."""
+        tensors = self.store.read(record, [("embeddings", -1), ("positions", -1)])
+        positions = RelativePositions(to_torch(tensors["positions", -1]), record.meta["span"])
+        return Segment(to_torch(tensors["embeddings", -1]).to(self.device), positions)
+
+    def positions(self, record: Record) -> RelativePositions:
+        """Stored positions, relative to the chunk's first token."""
+        tensors = self.store.read(record, [("positions", -1)])
+        return RelativePositions(to_torch(tensors["positions", -1]), record.meta["span"])
+
+    def layer(self, record: Record, layer: int) -> LayerKV:
+        """Canonical KV of one layer of a chunk."""
+        return as_layer(self.store.read_layer(record, layer), self.device)
+
+    def layers(self, record: Record) -> list[LayerKV]:
+        """Canonical KV of all layers of a chunk."""
+        return [self.layer(record, layer) for layer in range(record.meta["num_layers"])]
+
+    def patch_identity(self, chunk: Identity, antecedents: Sequence[Identity], kind: str) -> Identity:
+        """Key of a patch: the chunk, the chunks before it (in order for ``exact``), the kind."""
+        return patch_identity(chunk=chunk, antecedents=antecedents, kind=kind, tenant=self.tenant)
+
+    def find_patch(self, chunk: Identity, antecedents: Sequence[Identity], kind: str) -> Record | None:
+        """The stored patch for exactly this conditioning."""
+        return self.store.find(self.patch_identity(chunk, antecedents, kind), tenant=self.tenant)
+
+    def put_patch(
+        self,
+        chunk: Record,
+        antecedents: Sequence[Identity],
+        kind: str,
+        layers: list[LayerPatch],
+        *,
+        meta: Mapping,
+        cost_ms: float,
+    ) -> Record:
+        """Write a patch in place of an older one for the same conditioning; returns its record."""
+        of_chunk = Identity("chunk", chunk.key, chunk.digest)
+        identity = self.patch_identity(of_chunk, antecedents, kind)
+        tensors = []
+        for layer, patch in enumerate(layers):
+            for name, factors in (("keys", patch.keys), ("values", patch.values)):
+                tensors.append(to_bytes(f"{name}_u", factors.u, layer=layer))
+                tensors.append(to_bytes(f"{name}_v", factors.v, layer=layer))
+        described = {
+            "chunk": of_chunk.id,
+            "antecedents": [antecedent.id for antecedent in antecedents],
+            "kind": kind,
+            "ranks": [patch.rank for patch in layers],
+            "energy": [min(patch.keys_energy, patch.values_energy) for patch in layers],
+            "fingerprint": self.fingerprint,
+            **meta,
+        }
+        older = self.store.find(identity, tenant=self.tenant)
+        if older is not None:
+            self.store.delete([older.key])
+        self.store.put(
+            identity, tenant=self.tenant, unit=chunk.unit, meta=described, tensors=tensors, cost_ms=cost_ms
+        )
+        return self.store.find(identity, tenant=self.tenant)
+
+    def patch_layers(self, record: Record) -> list[LayerPatch]:
+        """All layers of a patch."""
+        return [
+            as_patch(self.store.read_layer(record, layer), record.meta["energy"][layer], self.device)
+            for layer in range(len(record.meta["ranks"]))
+        ]
+
+
+def identity_of(entry: WindowEntry) -> Identity:
+    """Key and proof of the chunk that a window entry means."""
+    return Identity("chunk", bytes.fromhex(entry.chunk), bytes.fromhex(entry.digest))
+
+
+def as_layer(tensors: Mapping[str, TensorBytes], device: torch.device) -> LayerKV:
+    """Keys and values of one stored layer as fresh tensors on ``device``."""
+    return LayerKV(to_torch(tensors["keys"]).to(device), to_torch(tensors["values"]).to(device))
+
+
+def as_patch(tensors: Mapping[str, TensorBytes], energy: float, device: torch.device) -> LayerPatch:
+    """Factors of one stored layer as fresh tensors on ``device``."""
+    parts = {name: to_torch(tensor).to(device) for name, tensor in tensors.items()}
+    keys, values = Factors(parts["keys_u"], parts["keys_v"]), Factors(parts["values_u"], parts["values_v"])
+    return LayerPatch(keys, values, energy, energy)

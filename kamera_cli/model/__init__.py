@@ -1,0 +1,1 @@
+"""Loading, fingerprint, prompt, capture and positions: the only package that imports transformers."""

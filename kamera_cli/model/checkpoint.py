@@ -1,0 +1,207 @@
+"""A checkpoint on disk: where it is, whether it may be used, its fingerprint. Loads neither torch nor transformers.
+
+The fingerprint is computed from files alone, so that a second ingest of a known source never loads the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kamera_cli.errors import NotFoundError, RefusedError
+from kamera_cli.model.architectures import Architecture, architecture_of
+from kamera_cli.tiny import model_path
+from kamera_store.keys import file_sha256, fingerprint_digest
+
+if TYPE_CHECKING:
+    from kamera_store.kvstore import KVStore
+
+EMBEDDED = "kamera-tiny"
+CAPTURE = "preamble-in-front"
+"""Canonical KV is captured with the preamble in front and sliced off, so a chunk that stands first needs no patch."""
+
+_NOT_COMPUTED = {
+    "transformers_version",
+    "_name_or_path",
+    "architectures",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+}
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder that may be used: supported architecture, complete weights, no remote code without consent.
+
+    Attributes
+    ----------
+    path : Path
+        The local folder.
+    label : str
+        What the user called it.
+    config : dict
+        Parsed ``config.json``.
+    """
+
+    path: Path
+    label: str
+    config: dict
+    architecture: Architecture
+    weight_files: tuple[Path, ...]
+
+    def files_digest(self, names: tuple[str, ...]) -> str:
+        """Hex SHA-256 over the named files that exist, each with its name."""
+        found = {name: file_sha256(self.path / name) for name in names if (self.path / name).is_file()}
+        return fingerprint_digest(found)
+
+    @property
+    def processor_digest(self) -> str:
+        """Digest of what turns pixels into model inputs; part of the source index, since chunk keys hold its output."""
+        installed = {name: version(name) for name in ("transformers", "pillow")}
+        return fingerprint_digest({"files": self.files_digest(_PROCESSOR_FILES), **installed})
+
+    @property
+    def config_digest(self) -> str:
+        """Digest of the config fields that enter the computation."""
+        kept = _without(self.config, _NOT_COMPUTED)
+        return fingerprint_digest({"config": json.dumps(kept, sort_keys=True)})
+
+
+def open_checkpoint(model: str, *, trust_remote_code: bool = False) -> Checkpoint:
+    """Find and check a checkpoint without loading it.
+
+    Parameters
+    ----------
+    model : str
+        ``kamera-tiny``, a folder, or a hub id: from the local cache, or downloaded unless HF_HUB_OFFLINE=1.
+
+    Raises
+    ------
+    NotFoundError
+        No such folder, and the hub id is not cached and cannot be fetched.
+    RefusedError
+        Unsupported architecture, missing shard, pickled weights, or remote code without ``--trust-remote-code``.
+    """
+    path = _locate(model)
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise NotFoundError(f"model {model}: {path} has no config.json")
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RefusedError(f"model {model}: config.json is not JSON ({error})") from error
+    if config.get("auto_map") and not trust_remote_code:
+        raise RefusedError(
+            f"model {model} runs its own Python code (auto_map); allow it with --trust-remote-code"
+        )
+    return Checkpoint(path, model, config, architecture_of(config), _weight_files(model, path))
+
+
+def _locate(model: str) -> Path:
+    if model == EMBEDDED:
+        return model_path()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise NotFoundError(f"model {model}: no such folder, and not a hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.py"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=wanted))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise NotFoundError(
+            f"model {model} is neither a folder nor in the local cache, and was not fetched: {reason}"
+        ) from error
+
+
+def _weight_files(model: str, path: Path) -> tuple[Path, ...]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing:
+            raise RefusedError(
+                f"model {model}: {len(missing)} of {len(names)} weight files missing, first {missing[0]}"
+            )
+        return tuple(path / name for name in names)
+    if (path / "model.safetensors").is_file():
+        return (path / "model.safetensors",)
+    raise RefusedError(f"model {model}: no model.safetensors in {path} (pickled weights are not read)")
+
+
+def weights_digest(
+    checkpoint: Checkpoint, store: KVStore, *, rehash: bool, on_hash: Callable[[str], None]
+) -> str:
+    """Digest of weight and adapter bytes, remembered per (device, inode, size, mtime in ns) in the store."""
+    files = sorted({*checkpoint.weight_files, *checkpoint.path.glob("adapter_*")})
+    digests = {}
+    for file in files:
+        stat = os.stat(file)
+        name = f"{stat.st_dev}-{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}"
+        state = None if rehash else store.get_state("weights", name)
+        if state is None:
+            on_hash(file.name)
+            digests[file.name] = file_sha256(file)
+            store.put_state("weights", name, {"sha256": digests[file.name]}, expect="any")
+        else:
+            digests[file.name] = state.value["sha256"]
+    return fingerprint_digest(digests)
+
+
+def fingerprint(checkpoint: Checkpoint, *, weights: str, positions: str, dtype: str) -> str:
+    """Model fingerprint (design §3): hex SHA-256 over everything that shapes the KV of a given model input.
+
+    Parameters
+    ----------
+    weights : str
+        From `weights_digest`.
+    positions : str
+        Digest of what the installed model's position function answers on fixed prompts
+        (`kamera_cli.model.positions.probe`); a release that computes other positions gets another fingerprint.
+    dtype : {"float32", "float16", "bfloat16"}
+        Compute dtype.
+    """
+    code = {file.name: file_sha256(file) for file in sorted(checkpoint.path.glob("*.py"))}
+    return fingerprint_digest({
+        "layout": f"{checkpoint.architecture.family}/pre-rope/1",
+        "weights": weights,
+        "config": checkpoint.config_digest,
+        "tokenizer": checkpoint.files_digest(_TOKENIZER_FILES),
+        "remote_code": fingerprint_digest(code),
+        "positions": positions,
+        "dtype": dtype,
+        "capture": CAPTURE,
+    })  # fmt: skip
+
+
+def positions_memory(checkpoint: Checkpoint) -> str:
+    """Name under which the probe of the installed model's position function is remembered in the store."""
+    return fingerprint_digest({"transformers": version("transformers"), "config": checkpoint.config_digest})
+
+
+def _without(value: object, names: set[str]) -> object:
+    if isinstance(value, dict):
+        return {key: _without(item, names) for key, item in value.items() if key not in names}
+    return value

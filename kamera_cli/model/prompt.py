@@ -1,0 +1,75 @@
+"""The prompt around the chunks: preamble, media blocks and suffix, read off the checkpoint's own chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kamera_cli.errors import RefusedError
+
+_FIRST, _SECOND = "KAMERAFIRST", "KAMERASECOND"
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """Text around the content items.
+
+    Attributes
+    ----------
+    preamble : str
+        What stands once before the first item (BOS, system turn, "user").
+    blocks : dict
+        Text of one ``video`` or ``image`` item with a single placeholder token.
+    before_question, suffix : str
+        What stands between the last chunk and the question, and after the question.
+    """
+
+    preamble: str
+    blocks: dict[str, str]
+    before_question: str
+    suffix: str
+
+
+def prompt_format(renderer: object, *, media: tuple[str, ...], bos: str) -> PromptFormat:
+    """Split what the template renders around two sentinels.
+
+    Parameters
+    ----------
+    renderer : processor or tokenizer
+        Has ``apply_chat_template`` and ``chat_template``.
+    media : tuple of str
+        Kinds of the architecture; blocks are made for ``video`` and ``image``.
+    bos : str
+        Begin-of-sequence text, used alone when there is no template.
+
+    Raises
+    ------
+    RefusedError
+        The template rewrites, drops or reorders the items, so chunks cannot be placed one by one.
+    """
+    if getattr(renderer, "chat_template", None) is None:
+        return PromptFormat(bos, {}, "\n\n", "\n")
+    rich_content = "image" in media
+    preamble, between, suffix = _split(renderer, [], rich_content)
+    blocks = {}
+    for kind in ("video", "image"):
+        if kind in media:
+            before, middle, after = _split(renderer, [{"type": kind}], rich_content)
+            if not before.startswith(preamble) or (middle, after) != (between, suffix):
+                raise RefusedError(f"the chat template does not place a {kind} item as a block of its own")
+            blocks[kind] = before[len(preamble) :]
+    return PromptFormat(preamble, blocks, between, suffix)
+
+
+def _split(renderer: object, items: list[dict], rich_content: bool) -> tuple[str, str, str]:
+    if rich_content:
+        content = [*items, {"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}]
+    else:
+        content = _FIRST + _SECOND
+    text = renderer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    if text.count(_FIRST) != 1 or text.count(_SECOND) != 1 or text.index(_FIRST) > text.index(_SECOND):
+        raise RefusedError("the chat template rewrites its content items; chunks cannot be placed one by one")
+    preamble, rest = text.split(_FIRST)
+    between, suffix = rest.split(_SECOND)
+    return preamble, between, suffix

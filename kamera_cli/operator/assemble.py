@@ -1,0 +1,91 @@
+"""Put chunks side by side in a fresh KV cache: patch each in the pre-RoPE frame, then rotate all keys once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from kamera_cli.model.compat import DynamicCache
+from kamera_cli.model.families.gqa import GQA, LayerKV
+from kamera_cli.model.positions import RelativePositions
+from kamera_cli.operator.patch import LayerPatch, add_into
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A chunk at its place: relative positions, number of tokens and the scalar that is added to every axis."""
+
+    positions: RelativePositions
+    num_tokens: int
+    offset: int
+
+
+def place(parts: list[tuple[RelativePositions, int]]) -> tuple[list[Placed], int]:
+    """Offsets of parts that follow one another from position 0.
+
+    Parameters
+    ----------
+    parts : list of (RelativePositions, int)
+        Positions and number of tokens of the preamble and of each chunk, in order.
+
+    Returns
+    -------
+    list of Placed
+    int
+        Position of the token that follows the last part.
+    """
+    placed, offset = [], 0
+    for positions, num_tokens in parts:
+        placed.append(Placed(positions, num_tokens, offset))
+        offset += positions.span
+    return placed, offset
+
+
+def joined_positions(placed: list[Placed]) -> torch.Tensor:
+    """Position ids of all parts in order: (3, T) or (T,)."""
+    return torch.cat([part.positions.at(part.offset) for part in placed], dim=-1)
+
+
+def patched_layer(parts: list[tuple[LayerKV, LayerPatch | None]], rank: int | None = None) -> LayerKV:
+    """K + U Vᵀ and V + U Vᵀ of one layer over all parts, still position-free, in fresh memory.
+
+    Parameters
+    ----------
+    parts : list of (LayerKV, LayerPatch or None)
+        Canonical KV of each part and its patch.
+    rank : int or None
+        Read only the first directions of each patch.
+    """
+    first = parts[0][0]
+    total = sum(layer.keys.shape[0] for layer, _ in parts)
+    keys = first.keys.new_empty(total, *first.keys.shape[1:])
+    values = first.values.new_empty(total, *first.values.shape[1:])
+    start = 0
+    for layer, patch in parts:
+        end = start + layer.keys.shape[0]
+        keys_factors = None if patch is None else patch.keys.at_rank(rank)
+        values_factors = None if patch is None else patch.values.at_rank(rank)
+        add_into(keys[start:end].flatten(1), layer.keys.flatten(1), keys_factors)
+        add_into(values[start:end].flatten(1), layer.values.flatten(1), values_factors)
+        start = end
+    return LayerKV(keys, values)
+
+
+def assemble(
+    family: GQA,
+    layers: Iterable[list[tuple[LayerKV, LayerPatch | None]]],
+    positions: torch.Tensor,
+    rank: int | None = None,
+) -> DynamicCache:
+    """A fresh cache for the placed parts (design §2: K^ = R(p)·(K + U Vᵀ), V^ = V + U Vᵀ).
+
+    Parameters
+    ----------
+    layers : iterable of list of (LayerKV, LayerPatch or None)
+        One list per layer, parts in order; consumed one layer at a time, so that a reader may work ahead.
+    positions : torch.Tensor
+        (3, T) or (T,) of all parts.
+    """
+    return family.cache((patched_layer(parts, rank) for parts in layers), positions)

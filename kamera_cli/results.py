@@ -1,0 +1,247 @@
+"""What the engine hands back: frozen results that commands print and benches read. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Used = Literal["exact", "canonical", "blind", "prefilled"]
+WhyNot = Literal["no_patch", "max_kl", "damaged"]
+
+
+@dataclass(frozen=True)
+class IngestedChunk:
+    """One chunk of one source.
+
+    Attributes
+    ----------
+    id : str
+        Lower-case hex of the chunk key.
+    number : int
+        Its stable 1-based number in the window; 0 when no window was named.
+    outcome : {"encoded", "found", "planned"}
+        Whether the vision tower and the prefill ran, or the store had it, or ``--dry-run``.
+    num_tokens : int
+        Language-model tokens of the chunk, T.
+    raw_bytes, stored_bytes : int
+        Tensor bytes before and after compression (``stored_bytes`` is 0 for ``planned``).
+    """
+
+    id: str
+    name: str
+    number: int
+    outcome: Literal["encoded", "found", "planned"]
+    num_tokens: int
+    raw_bytes: int
+    stored_bytes: int
+    start_s: float | None = None
+    end_s: float | None = None
+
+
+@dataclass(frozen=True)
+class IngestedSource:
+    """One source of an ingest. ``from_index`` means that neither a decoder nor the model was needed."""
+
+    path: str
+    kind: str
+    chunks: tuple[IngestedChunk, ...]
+    from_index: bool
+    notes: tuple[str, ...] = ()
+    decode_ms: float = 0.0
+    encode_ms: float = 0.0
+    prefill_ms: float = 0.0
+    write_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class SourceFailure:
+    """A source that could not be ingested, with a one-line reason."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class IngestResult:
+    """Result of ``Engine.ingest``."""
+
+    window: str
+    sources: tuple[IngestedSource, ...]
+    failures: tuple[SourceFailure, ...]
+    total_ms: float
+    dry_run: bool = False
+
+    @property
+    def chunks(self) -> tuple[IngestedChunk, ...]:
+        return tuple(chunk for source in self.sources for chunk in source.chunks)
+
+
+@dataclass(frozen=True)
+class FormedPatch:
+    """One patch of ``Engine.compile_patches``.
+
+    ``kl`` and ``kl_blind`` are next-token KL divergences (nats) against the conditioned prefill, taken on the
+    prompt's closing tokens when the patch was formed, with and without the patch. ``energy`` is the smallest captured
+    share of the residual's squared Frobenius norm over layers.
+    """
+
+    id: str
+    chunk: str
+    chunk_number: int
+    antecedents: tuple[str, ...]
+    outcome: Literal["formed", "found"]
+    ranks: tuple[int, ...]
+    energy: float
+    kl: float | None
+    kl_blind: float | None
+    patch_bytes: int
+    chunk_kv_bytes: int
+    form_ms: float
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """Result of ``Engine.compile_patches``; ``prefill_ms`` is the conditioned forward that all patches shared."""
+
+    window: str
+    kind: str
+    patches: tuple[FormedPatch, ...]
+    prefill_ms: float
+    total_ms: float
+
+
+@dataclass(frozen=True)
+class ChunkReceipt:
+    """What one chunk of an answer was made of."""
+
+    id: str
+    number: int
+    name: str
+    used: Used
+    num_tokens: int
+    position: int
+    patch: str | None = None
+    rank: int | None = None
+    energy: float | None = None
+    kl: float | None = None
+    bytes_read: int = 0
+    why_not: WhyNot | None = None
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Time of each stage up to the first token id on the host, in ms (design §4, ``cli.md``)."""
+
+    lookup: float = 0.0
+    read: float = 0.0
+    decompress: float = 0.0
+    transfer: float = 0.0
+    assemble: float = 0.0
+    prefill: float = 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same question over a re-prefill.
+
+    Attributes
+    ----------
+    kl : float
+        KL(re-prefill ‖ this answer) of the next-token distribution, in nats.
+    ttft_ms : float
+        Vision tower and prefill of all chunks from their sources, when ``full_reencode``; otherwise the prefill alone.
+    decode_ms : float
+        Reading and resizing the media again; not part of ``ttft_ms``.
+    """
+
+    ttft_ms: float
+    vision_ms: float
+    prefill_ms: float
+    decode_ms: float
+    full_reencode: bool
+    kl: float
+    same_answer: bool
+    answer: str
+
+
+@dataclass(frozen=True)
+class QueryResult:
+    """Answer and receipt of ``Engine.query``."""
+
+    question: str
+    answer: str
+    window: str
+    reuse: str
+    attention: str
+    device: str
+    dtype: str
+    model: str
+    fallback: str | None
+    ttft_ms: float
+    stages: Stages
+    chunks: tuple[ChunkReceipt, ...]
+    reused_tokens: int
+    prefilled_tokens: int
+    new_tokens: int
+    total_ms: float
+    tpot_ms: float | None
+    patches_kept: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    compare: Comparison | None = None
+
+
+@dataclass(frozen=True)
+class WindowEntry:
+    """A chunk in a window: stable number, chunk key and SHA-256 (hex), and the chunk keys it is conditioned on."""
+
+    number: int
+    chunk: str
+    digest: str
+    name: str
+    num_tokens: int
+    conditioned_on: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WindowView:
+    """A window as commands show it. ``evicted`` keeps what can be recalled."""
+
+    name: str
+    tenant: str
+    fingerprint: str
+    entries: tuple[WindowEntry, ...] = ()
+    evicted: tuple[WindowEntry, ...] = ()
+
+
+@dataclass(frozen=True)
+class EvictResult:
+    """Result of ``Engine.evict``. Bytes are zero unless chunks were purged from the store."""
+
+    window: WindowView
+    evicted: tuple[WindowEntry, ...]
+    purged: tuple[str, ...] = ()
+    freed_bytes: int = 0
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class RecallResult:
+    """Result of ``Engine.recall``. ``cascade``: chunks (hex) with patches that have a recalled one as antecedent."""
+
+    window: WindowView
+    recalled: tuple[WindowEntry, ...]
+    patched: tuple[str, ...]
+    cascade: tuple[str, ...]
+    vision_calls: int
+    total_ms: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step of a long job: ``done`` of ``total`` ``unit``s of ``what`` (``total`` is None when unknown)."""
+
+    what: str
+    done: int
+    total: int | None
+    unit: str = "chunks"
+    detail: str = field(default="")

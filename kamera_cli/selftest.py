@@ -1,0 +1,176 @@
+"""Self-test of a loaded checkpoint against its own cache and its own cold prefill (design §2; paper, "The operator").
+
+It runs once per fingerprint before the first write, since a wrong capture point gives fluent nonsense and no error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kamera_cli.errors import RefusedError
+from kamera_cli.generate import next_token_kl
+from kamera_cli.model.compat import rope_index
+from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.runner import ChunkInputs, ModelRunner, Segment
+from kamera_cli.operator.assemble import assemble, joined_positions, place
+from kamera_cli.operator.patch import form
+
+_TOKENS = 24
+_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Largest relative difference of two kernels' results that counts as rounding."""
+_KL_LIMIT = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-3}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison. ``detail`` states what was measured."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """All comparisons; ``ok`` when every one held."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+
+def require(result: SelfTest, label: str) -> None:
+    """Raise for a failed self-test.
+
+    Raises
+    ------
+    RefusedError
+        Naming the first check that failed.
+    """
+    for check in result.checks:
+        if not check.ok:
+            raise RefusedError(
+                f"model {label} fails the self-test {check.name!r}: {check.detail}; nothing was written"
+            )
+
+
+@torch.inference_mode()
+def self_test(runner: ModelRunner) -> SelfTest:
+    """Compare capture, relocation, positions, patches and stored embeddings with the model's own."""
+    generator = torch.Generator().manual_seed(0)
+    low = min(1000, runner.model.get_input_embeddings().weight.shape[0] // 2)
+    ids = torch.randint(low, (3, _TOKENS), generator=generator)
+    chunks = [runner.text_segment(row) for row in ids]
+    checks = [_capture(runner, chunks), _relocation(runner, chunks[1]), _full_rank(runner, chunks)]
+    if runner.architecture.has_vision:
+        media = [_picture(runner, generator), _clip(runner, generator)]
+        checks += [
+            _positions(runner, [*media, runner.text_inputs(ids[0])]),
+            _embeddings(runner, media, ids[1]),
+        ]
+    return SelfTest(tuple(checks))
+
+
+def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    scale = float(theirs.float().abs().max()) or 1.0
+    return float((ours.float() - theirs.float()).abs().max()) / scale
+
+
+def _capture(runner: ModelRunner, chunks: list[Segment]) -> Check:
+    """Captured keys, rotated by us, are the keys in the model's cache: each norm and each rotation happens once."""
+    cache, _, captured, _ = runner.prefill(chunks)
+    placed, _ = place([(chunk.positions, chunk.num_tokens) for chunk in chunks])
+    worst, same = 0.0, True
+    for layer, own in enumerate(cache.layers):
+        whole = LayerKV(
+            torch.cat([chunk[layer].keys for chunk in captured]),
+            torch.cat([chunk[layer].values for chunk in captured]),
+        )
+        ours = runner.family.cache([whole], joined_positions(placed)).layers[0]
+        for mine, theirs in ((ours.keys, own.keys), (ours.values, own.values)):
+            if mine.shape != theirs.shape:
+                detail = f"layer {layer} holds {tuple(theirs.shape)}, captured {tuple(mine.shape)}"
+                return Check("captured KV = own cache", False, detail)
+            worst, same = max(worst, _difference(mine, theirs)), same and torch.equal(mine, theirs)
+    detail = "bit-identical" if same else f"largest relative difference {worst:.1e}"
+    return Check("captured KV = own cache", worst <= _LIMIT[runner.dtype], detail)
+
+
+def _relocation(runner: ModelRunner, chunk: Segment) -> Check:
+    """Layer-0 keys captured alone and moved are those of a cold prefill at the new place, whatever stands before."""
+    alone = runner.prefill_captured([chunk])[0][0]
+    shift = runner.max_tokens // 2
+    ours = runner.family.cache([alone], chunk.positions.at(shift)).layers[0].keys
+    rotation = runner.family.rotation(chunk.positions.at(shift), chunk.embeddings)
+    before = runner.text_segment(torch.arange(7))
+    after = runner.prefill_captured([before, chunk])[1][0]
+    theirs = runner.family.rotate(after.keys, rotation)
+    difference = _difference(ours, theirs)
+    detail = "bit-identical" if torch.equal(ours, theirs) else f"largest relative difference {difference:.1e}"
+    return Check(
+        "layer-0 keys after relocation", difference <= _LIMIT[runner.dtype], f"{detail} at shift {shift}"
+    )
+
+
+def _full_rank(runner: ModelRunner, chunks: list[Segment]) -> Check:
+    """Canonical KV with full-rank patches answers like a cold prefill."""
+    *context, question = [runner.preamble, *chunks]
+    _, reference, captured, _ = runner.prefill([*context, question])
+    parts = [[(layer, None) for layer in captured[0]]] if runner.preamble.num_tokens else []
+    context = context if runner.preamble.num_tokens else context[1:]
+    first = len(parts)
+    for index, chunk in enumerate(context[first:], start=1):
+        alone = runner.prefill_captured([runner.preamble, chunk])[1]
+        patch = form(captured[index], alone, rank=chunk.num_tokens, energy=1.0, dtype=torch.float32)
+        parts.append(list(zip(alone, patch, strict=True)))
+    placed, end = place([(segment.positions, segment.num_tokens) for segment in context])
+    layers = ([part[layer] for part in parts] for layer in range(runner.family.num_layers))
+    cache = assemble(runner.family, layers, joined_positions(placed))
+    logits = runner.extend(cache, question.embeddings, question.positions.at(end))
+    kl = next_token_kl(reference, logits)
+    return Check("full-rank patch = cold prefill", kl <= _KL_LIMIT[runner.dtype], f"next-token KL {kl:.1e}")
+
+
+def _positions(runner: ModelRunner, chunks: list[ChunkInputs]) -> Check:
+    """Chunk positions moved by one scalar are the model's own for the whole prompt."""
+    ids, types = (
+        torch.cat([chunk.token_ids for chunk in chunks]),
+        torch.cat([chunk.token_types for chunk in chunks]),
+    )
+
+    def joined(name: str) -> torch.Tensor | None:
+        found = [chunk.tensors[name] for chunk in chunks if name in chunk.tensors]
+        return torch.cat(found) if found else None
+
+    own = rope_index(
+        runner.model, ids[None], types[None],
+        joined("image_grid_thw"), joined("video_grid_thw"), joined("second_per_grid_ts"),
+    )  # fmt: skip
+    placed, _ = place([(chunk.positions, chunk.num_tokens) for chunk in chunks])
+    same = torch.equal(own, joined_positions(placed))
+    return Check(
+        "positions = own index function", same, "equal" if same else "they differ for image + video + text"
+    )
+
+
+def _embeddings(runner: ModelRunner, media: list[ChunkInputs], question: torch.Tensor) -> Check:
+    """A prefill from stored embeddings answers like the ordinary forward from pixels."""
+    cold = runner.reencode(media, question)
+    segments = [Segment(runner.encode(chunk).embeddings, chunk.positions) for chunk in media]
+    _, logits, _, _ = runner.prefill([runner.preamble, *segments, runner.text_segment(question)])
+    kl = next_token_kl(cold.logits, logits)
+    return Check("stored embeddings = pixels", kl <= _KL_LIMIT[runner.dtype], f"next-token KL {kl:.1e}")
+
+
+def _picture(runner: ModelRunner, generator: torch.Generator) -> ChunkInputs:
+    pixels = torch.randint(256, (56, 84, 3), generator=generator, dtype=torch.uint8)
+    return runner.media_inputs("image", pixels, fps=None, max_pixels=None)
+
+
+def _clip(runner: ModelRunner, generator: torch.Generator) -> ChunkInputs:
+    frames = torch.randint(256, (8, 56, 84, 3), generator=generator, dtype=torch.uint8)
+    return runner.media_inputs("video", frames, fps=2.0, max_pixels=None)

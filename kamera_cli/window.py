@@ -1,0 +1,184 @@
+"""Windows: ordered chunks with the antecedents that each is conditioned on (design §4); pure functions and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+
+from kamera_cli.errors import NotFoundError, UsageError
+from kamera_cli.results import WindowEntry, WindowView
+from kamera_store.errors import ConflictError
+from kamera_store.kvstore import KVStore
+
+SPACE = "window"
+"""State space of the store that holds windows, under ``<tenant>/<name>``."""
+
+_RETRIES = 20
+
+
+def appended(window: WindowView, new: Sequence[WindowEntry]) -> WindowView:
+    """Add chunks at the end, each conditioned on what stands before it; a chunk that is there already stays."""
+    entries = list(window.entries)
+    evicted = list(window.evicted)
+    number = max((entry.number for entry in [*entries, *evicted]), default=0)
+    for entry in new:
+        if any(entry.chunk == present.chunk for present in entries):
+            continue
+        known = next((old for old in evicted if old.chunk == entry.chunk), None)
+        if known is not None:
+            evicted.remove(known)
+        number += known is None
+        before = tuple(present.chunk for present in entries)
+        entries.append(replace(entry, number=known.number if known else number, conditioned_on=before))
+    return replace(window, entries=tuple(entries), evicted=tuple(evicted))
+
+
+def without(window: WindowView, leaving: Sequence[WindowEntry]) -> WindowView:
+    """Take chunks out. Survivors keep their conditioning (forward-lossless, not retroactive)."""
+    gone = {entry.chunk for entry in leaving}
+    kept = tuple(entry for entry in window.entries if entry.chunk not in gone)
+    return replace(window, entries=kept, evicted=(*window.evicted, *leaving))
+
+
+def purged(window: WindowView, leaving: Sequence[WindowEntry]) -> WindowView:
+    """Forget chunks altogether: they can not be recalled."""
+    gone = {entry.chunk for entry in leaving}
+    return replace(
+        window,
+        entries=tuple(entry for entry in window.entries if entry.chunk not in gone),
+        evicted=tuple(entry for entry in window.evicted if entry.chunk not in gone),
+    )
+
+
+def recalled(window: WindowView, returning: Sequence[WindowEntry], at: int | None) -> WindowView:
+    """Put evicted chunks back in the given order, before index ``at`` (None: at the end).
+
+    Each is conditioned on what now stands before it; what stands after it keeps its conditioning.
+
+    Raises
+    ------
+    UsageError
+        The window already holds the chunk, or ``at`` lies outside the window.
+    """
+    entries = list(window.entries)
+    where = len(entries) if at is None else at
+    if not 0 <= where <= len(entries):
+        raise UsageError(f"--at {where + 1}: window {window.name} has {len(entries)} chunks")
+    for entry in returning:
+        if any(entry.chunk == present.chunk for present in entries):
+            raise UsageError(f"chunk {entry.number} ({entry.name}) is already in window {window.name}")
+        before = tuple(present.chunk for present in entries[:where])
+        entries.insert(where, replace(entry, conditioned_on=before))
+        where += 1
+    back = {entry.chunk for entry in returning}
+    left = tuple(entry for entry in window.evicted if entry.chunk not in back)
+    return replace(window, entries=tuple(entries), evicted=left)
+
+
+def reconditioned(window: WindowView) -> WindowView:
+    """Every chunk conditioned on what stands before it now, as after a prefill of the whole window."""
+    keys = [entry.chunk for entry in window.entries]
+    return replace(
+        window,
+        entries=tuple(
+            replace(entry, conditioned_on=tuple(keys[:index])) for index, entry in enumerate(window.entries)
+        ),
+    )
+
+
+def pick(entries: Sequence[WindowEntry], names: Sequence[str], where: str) -> tuple[WindowEntry, ...]:
+    """Entries by number, name, or id prefix, in the order asked for.
+
+    Raises
+    ------
+    NotFoundError
+        No entry fits, naming what there is.
+    UsageError
+        More than one entry fits, or one is named twice.
+    """
+    chosen: list[WindowEntry] = []
+    for name in names:
+        fits = [entry for entry in entries if str(entry.number) == name or entry.name == name]
+        if not fits and len(name) >= 4:
+            fits = [entry for entry in entries if entry.chunk.startswith(name.lower())]
+        if not fits:
+            there = ", ".join(str(entry.number) for entry in entries) or "none"
+            raise NotFoundError(f"no chunk {name!r} in {where} (chunks there: {there})")
+        if len(fits) > 1:
+            raise UsageError(f"{name!r} fits {len(fits)} chunks in {where}; use a number or a longer id")
+        if fits[0] in chosen:
+            raise UsageError(f"chunk {name!r} is named twice")
+        chosen.append(fits[0])
+    return tuple(chosen)
+
+
+def load_window(store: KVStore, tenant: str, name: str) -> WindowView:
+    """A stored window.
+
+    Raises
+    ------
+    NotFoundError
+        There is no window of that name for this tenant.
+    """
+    state = store.get_state(SPACE, f"{tenant}/{name}")
+    if state is None:
+        raise NotFoundError(f"no window {name!r}; make one with: kamera ingest SOURCE --window {name}")
+    return _from_json(state.value)
+
+
+def list_windows(store: KVStore, tenant: str) -> tuple[WindowView, ...]:
+    """All windows of a tenant, by name."""
+    prefix = f"{tenant}/"
+    names = [name[len(prefix) :] for name in store.list_state(SPACE) if name.startswith(prefix)]
+    return tuple(load_window(store, tenant, name) for name in sorted(names))
+
+
+def update_window(
+    store: KVStore,
+    tenant: str,
+    name: str,
+    change: Callable[[WindowView], WindowView],
+    *,
+    fingerprint: str | None = None,
+) -> WindowView:
+    """Apply a pure change to a stored window, again if another process changed it meanwhile.
+
+    Parameters
+    ----------
+    fingerprint : str or None
+        Given: a window that does not exist yet is started for this model. None: it must exist.
+    """
+    for attempt in range(_RETRIES):
+        state = store.get_state(SPACE, f"{tenant}/{name}")
+        if state is None and fingerprint is None:
+            return load_window(store, tenant, name)
+        current = WindowView(name, tenant, fingerprint) if state is None else _from_json(state.value)
+        changed = change(current)
+        if state is not None and changed == current:
+            return current
+        try:
+            store.put_state(
+                SPACE, f"{tenant}/{name}", _to_json(changed), expect=None if state is None else state.version
+            )
+            return changed
+        except ConflictError:
+            if attempt == _RETRIES - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _to_json(window: WindowView) -> dict:
+    return asdict(window)
+
+
+def _from_json(value: Mapping) -> WindowView:
+    def entries(rows: Sequence[Mapping]) -> tuple[WindowEntry, ...]:
+        return tuple(WindowEntry(**{**row, "conditioned_on": tuple(row["conditioned_on"])}) for row in rows)
+
+    return WindowView(
+        value["name"],
+        value["tenant"],
+        value["fingerprint"],
+        entries(value["entries"]),
+        entries(value["evicted"]),
+    )
