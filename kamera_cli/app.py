@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -26,11 +27,13 @@ from kamera_cli.commands.show import show
 from kamera_cli.commands.stats import stats
 from kamera_cli.commands.verify import verify
 from kamera_cli.errors import KameraError
-from kamera_cli.output import ClosedPipe, Output, one_line
+from kamera_cli.output import ClosedPipe, Output
+from kamera_cli.text import one_line
 
-FAILED, USAGE, REFUSED, DAMAGED, NO_ROOM, INTERRUPTED, CLOSED_PIPE = 1, 2, 4, 5, 6, 130, 141
+FAILED, USAGE, NOT_FOUND, REFUSED, DAMAGED, NO_ROOM, INTERRUPTED, CLOSED_PIPE = 1, 2, 3, 4, 5, 6, 130, 141
 
 STORE_EXIT_CODES = {
+    "MissingRecordError": NOT_FOUND,
     "NotAStoreError": REFUSED,
     "FormatVersionError": REFUSED,
     "StoreRefusedError": REFUSED,
@@ -107,9 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "_KAMERA_COMPLETE" in os.environ:
         typer.main.get_command(app).main(prog_name="kamera")
     if sys.stdout is None or sys.stderr is None:  # closed by the caller (``>&-``)
-        sys.stdout = sys.stdout or open(os.devnull, "w")
-        sys.stderr = sys.stderr or open(os.devnull, "w")
-        return run(sys.argv[1:] if argv is None else argv)
+        with open(os.devnull, "w") as nowhere:
+            sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
+            return run(sys.argv[1:] if argv is None else argv)
     sys.stdout.flush()
     result_stream = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace")
     os.dup2(2, 1)
@@ -209,10 +212,8 @@ def _click_error() -> type[Exception]:
 
 
 def _fail(output: Output, code: int, text: str, error: BaseException | None = None) -> int:
-    try:
+    with contextlib.suppress(ClosedPipe, BrokenPipeError):
         output.failure(text, code, "Interrupted" if error is None else type(error).__name__)
-    except (ClosedPipe, BrokenPipeError):
-        pass
     return code
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TextIO
+from typing import Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from kamera_cli.output import display, format_bytes
 from kamera_cli.results import Progress
+from kamera_cli.text import display, format_bytes
 
 
 class Bars:
@@ -34,7 +34,7 @@ class Bars:
         )
         self._tasks: dict[str, int] = {}
 
-    def __enter__(self) -> Bars:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
@@ -54,6 +54,7 @@ class _Amount(ProgressColumn):
     """``3/12 chunks`` or ``1.2 MiB/8.0 MiB``."""
 
     def render(self, task: Task) -> Text:
+        """The column's text."""
         unit = task.fields["unit"]
         done, total = int(task.completed), None if task.total is None else int(task.total)
         if unit == "bytes":
@@ -65,6 +66,7 @@ class _Rate(ProgressColumn):
     """``2.4 chunks/s``, empty until it can be told."""
 
     def render(self, task: Task) -> Text:
+        """The column's text."""
         speed = task.finished_speed or task.speed
         if not speed:
             return Text("")

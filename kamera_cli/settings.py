@@ -25,6 +25,9 @@ ENVIRONMENT = {
 }
 """The environment variables that are read, and the field each one sets."""
 
+MIN_QUOTA_BYTES = 1 << 20
+"""Less than this no store can work with."""
+
 _BYTE_UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGTP", start=1)
@@ -93,6 +96,8 @@ class Settings:
         quota = values.get("quota_bytes")
         if isinstance(quota, str):
             values["quota_bytes"] = parse_bytes(quota)
+            if values["quota_bytes"] < MIN_QUOTA_BYTES:
+                raise UsageError(f"a quota of {quota} is too small for a store; give at least 1MiB")
         values["store"] = _store_path(values.get("store"))
         if "tenant" in values:
             values["tenant"] = _checked_name("tenant", str(values["tenant"]))
@@ -118,7 +123,7 @@ def parse_bytes(text: str) -> int:
     UsageError
         If the text is no size, or uses a bare letter, which people read both ways.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     unit = match.group(2).upper() if match else ""
     if match and unit in _BYTE_UNITS:
         return (
@@ -141,7 +146,7 @@ def parse_duration_s(text: str) -> float:
     UsageError
         If the text is no duration or has no unit.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*", text, re.ASCII)
     if match is None:
         raise UsageError(f"{text!r} is not a duration; write for instance 7d, 12h, 30m or 45s")
     return float(match.group(1)) * _SECOND_UNITS[match.group(2)]

@@ -10,7 +10,7 @@ import typer
 
 from kamera_cli.commands.session import Session, command
 from kamera_cli.errors import UsageError
-from kamera_cli.output import display
+from kamera_cli.text import display
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,7 +41,10 @@ def bench(
     episodes: Annotated[int | None, typer.Option("--episodes", min=1, help="How many episodes")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the episodes")] = 0,
 ) -> None:
-    """Measure time to first token, fidelity, accuracy, memory and more, with the report as files."""
+    """Measure the method on this machine.
+
+    Writes JSON, pictures and one HTML report.
+    """
     from kamera_cli.bench import SUITES, BenchOptions, run
 
     options = BenchOptions(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from kamera_cli.commands.session import Session, command
-from kamera_cli.output import format_bytes
+from kamera_cli.text import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 @command
 def compact(session: Session) -> None:
-    """Copy what the store holds into a fresh file and swap it in.
+    """Make the store's file smaller.
 
-    Needs room for the copy. A kill in between leaves the old file or the new one, never neither.
+    Copies what it holds into a fresh file and swaps that in; needs room for the copy. A kill in between
+    leaves the old file or the new one, never neither.
     """
     with session.store(read_only=False) as store, session.output.working():
         report = store.compact()
@@ -38,4 +39,5 @@ def compact_view(report: CompactReport) -> Iterable[RenderableType]:
 def compact_line(sizes: Mapping[str, int]) -> str:
     """``file 1.0 MiB → 8.0 KiB, 1016.0 KiB given back to the disk``."""
     before, after = sizes["before_bytes"], sizes["after_bytes"]
-    return f"file {format_bytes(before)} → {format_bytes(after)}, {format_bytes(max(before - after, 0))} given back to the disk"
+    given_back = format_bytes(max(before - after, 0))
+    return f"file {format_bytes(before)} → {format_bytes(after)}, {given_back} given back to the disk"

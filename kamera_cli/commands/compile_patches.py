@@ -9,8 +9,8 @@ import typer
 
 from kamera_cli.commands.session import ChunksArgument, Session, WindowOption, command
 from kamera_cli.errors import UsageError
-from kamera_cli.output import count, display, format_bytes, format_ms, format_number, short_id, table
 from kamera_cli.results import CompileResult
+from kamera_cli.text import count, display, format_bytes, format_ms, format_number, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,9 +34,10 @@ def compile_patches(
         Literal["auto", "fp32", "fp16", "bf16"], typer.Option("--dtype", help="Dtype of the patch's factors")
     ] = "auto",
 ) -> None:
-    """Form patches for a window's order, or for the order of the given chunks.
+    """Form patches ahead of the first question.
 
-    Each chunk after the first gets a patch for what stands before it.
+    For a window's own order, or for the order of the given chunks: each chunk after the first gets a patch for what
+    stands before it.
     """
     with session.engine() as engine:
         result = engine.compile_patches(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,14 +19,14 @@ from kamera_cli.commands.session import (
     store_line,
 )
 from kamera_cli.errors import UsageError
-from kamera_cli.output import count, display, format_bytes, short_id, table
-from kamera_cli.results import EvictResult, WindowEntry
+from kamera_cli.results import EvictResult
 from kamera_cli.settings import parse_bytes, parse_duration_s
+from kamera_cli.text import count, display, format_bytes, format_ms, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from kamera_store import EvictionPlan, Stats
+    from kamera_store.eviction import Eviction, EvictionPlan
 
 
 @command
@@ -51,7 +50,9 @@ def evict(
     dry_run: DryRunOption = False,
     yes: YesOption = False,
 ) -> None:
-    """Take chunks out of a window; the store keeps them for `kamera recall`.
+    """Take chunks out of a window.
+
+    The store keeps them, for `kamera recall`.
 
     With --to or --older-than: delete from the store, least used and cheapest to rebuild first, never what a window
     holds. Deleting frees room inside the file; only --compact makes the file smaller.
@@ -138,7 +139,7 @@ def finish(session: Session, *, compact: bool) -> dict[str, object]:
             with session.output.working():
                 report["compact"] = compact_payload(store.compact())
         state = store.stats()
-    return report | {"file_bytes": state.file_bytes, "free_inside_bytes": state.free_bytes}
+    return report | {"file_bytes": state.file_bytes, "free_inside_bytes": state.free_inside_bytes}
 
 
 def window_payload(result: EvictResult) -> dict[str, object]:
@@ -160,7 +161,8 @@ def window_view(result: EvictResult, report: Mapping[str, object]) -> Iterable[R
     yield f"{gone} {would} window {display(result.window.name)}, which holds: {order_line(result.window)}"
     if result.purged:
         deleted = "would be deleted" if result.dry_run else "deleted"
-        yield f"{count(len(result.purged), 'record')} {deleted} from the store: {format_bytes(result.freed_bytes)} freed inside"
+        freed = format_bytes(result.freed_bytes)
+        yield f"{count(len(result.purged), 'record')} {deleted} from the store: {freed} freed inside the file"
     elif not result.dry_run:
         yield "the store keeps them: kamera recall puts them back"
     yield from file_lines(report)
@@ -172,7 +174,10 @@ def plan_payload(plan: EvictionPlan | None, freed_bytes: int, dry_run: bool) -> 
         return {"dry_run": dry_run, "units": [], "freed_bytes": 0}
     return {
         "dry_run": dry_run,
-        "units": [dataclasses.asdict(unit) for unit in plan.units],
+        "units": [_unit_payload(eviction) for eviction in plan.units],
+        "kept": [_unit_payload(eviction) for eviction in plan.kept],
+        "used_bytes": plan.used_bytes,
+        "to_bytes": plan.to_bytes,
         "planned_bytes": plan.freed_bytes,
         "freed_bytes": freed_bytes,
         "reached": plan.reached,
@@ -184,10 +189,11 @@ def plan_view(
 ) -> Iterable[RenderableType]:
     """What people see of it."""
     if plan is not None:
-        if plan.units:
+        if plan.units or plan.kept:
             yield table(
-                ("unit", ">size", "why"),
-                ((short_id(unit.unit), format_bytes(unit.bytes), unit.reason) for unit in plan.units),
+                ("", "unit", "tenant", ">chunks", ">patches", ">size", ">to rebuild", "why"),
+                [_unit_row("would go" if dry_run else "gone", eviction) for eviction in plan.units]
+                + [_unit_row("stays", eviction) for eviction in plan.kept],
             )
         does = (
             f"would free {format_bytes(plan.freed_bytes)}"
@@ -196,8 +202,38 @@ def plan_view(
         )
         yield f"{count(len(plan.units), 'unit')}: {does} inside the file"
         if not plan.reached:
-            yield "the rest is held by windows; evict chunks from a window to free more"
+            yield "that is not enough: what stays is held by windows; take it out with kamera evict CHUNK"
     yield from file_lines(report)
+
+
+def _unit_payload(eviction: Eviction) -> dict[str, object]:
+    unit = eviction.unit
+    return {
+        "unit": unit.unit,
+        "tenant": unit.tenant,
+        "reason": eviction.reason,
+        "ids": [key.hex() for key in unit.keys],
+        "num_chunks": unit.num_chunks,
+        "num_patches": unit.num_patches,
+        "raw_bytes": unit.raw_bytes,
+        "stored_bytes": unit.stored_bytes,
+        "cost_ms": unit.cost_ms,
+        "last_used_ms": round(unit.last_used_s * 1000),
+    }
+
+
+def _unit_row(fate: str, eviction: Eviction) -> tuple[object, ...]:
+    unit = eviction.unit
+    return (
+        fate,
+        short_id(unit.unit),
+        unit.tenant,
+        unit.num_chunks,
+        unit.num_patches,
+        format_bytes(unit.stored_bytes),
+        format_ms(unit.cost_ms),
+        eviction.reason,
+    )
 
 
 def file_lines(report: Mapping[str, object]) -> Iterable[RenderableType]:

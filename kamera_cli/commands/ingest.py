@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kamera_cli.commands.session import Session, WindowOption, command
-from kamera_cli.errors import KameraError, PartialFailure
-from kamera_cli.output import count, display, format_bytes, format_ms, short_id, table
+from kamera_cli.errors import KameraError, PartialFailure, UsageError
 from kamera_cli.results import IngestedChunk, IngestedSource, IngestResult, SourceFailure
+from kamera_cli.text import count, display, format_bytes, format_ms, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,6 +48,7 @@ def ingest(
     A chunk that the store already has is found, not encoded again; a file that was ingested before with the same
     settings is neither decoded nor encoded.
     """
+    check_sampling(fps, chunk_seconds)
     with session.engine(creates_store=True) as engine:
         result = engine.ingest(
             sources,
@@ -62,6 +64,19 @@ def ingest(
     if result.sources or session.output.json_mode:
         session.output.result("ingest", payload(result), lambda: view(result))
     report_failures(session, result, partial=partial)
+
+
+def check_sampling(fps: float, chunk_seconds: float) -> None:
+    """Refuse what no clip can be sampled with.
+
+    Raises
+    ------
+    UsageError
+        If a number is not finite and above 0.
+    """
+    for option, value in (("--fps", fps), ("--chunk-seconds", chunk_seconds)):
+        if not (math.isfinite(value) and value > 0):
+            raise UsageError(f"{option} {value}: give a number above 0")
 
 
 def report_failures(session: Session, result: IngestResult, *, partial: bool) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kamera_cli.commands.session import Session, command
-from kamera_cli.output import count, display, format_bytes, short_id, table
 from kamera_cli.results import WindowEntry, WindowView
+from kamera_cli.text import count, display, format_bytes, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -48,10 +48,14 @@ def ls(
         listed = [(view, [_entry(store, entry, state) for entry, state in _rows(view)]) for view in windows]
         held = {entry.chunk for view in windows for entry in (*view.entries, *view.evicted)}
         loose = [
-            _loose(store, record) for record in store.iterate("chunk", tenant) if everything and record.id not in held
+            _loose(store, record)
+            for record in store.iterate("chunk", tenant)
+            if everything and record.id not in held
         ]
     session.output.result(
-        "ls", payload(tenant, listed, loose if everything else None), lambda: view_all(listed, loose, everything)
+        "ls",
+        payload(tenant, listed, loose if everything else None),
+        lambda: view_all(listed, loose, everything),
     )
 
 

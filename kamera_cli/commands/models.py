@@ -10,7 +10,7 @@ import typer
 
 from kamera_cli.commands.session import Session, command
 from kamera_cli.errors import RefusedError
-from kamera_cli.output import count, display, table
+from kamera_cli.text import count, display, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,7 +23,10 @@ app = typer.Typer(rich_markup_mode=None)
 @app.callback(invoke_without_command=True)
 @command
 def models(session: Session) -> None:
-    """List supported architectures and what was verified for each; `check` tests a checkpoint."""
+    """List supported architectures.
+
+    With what was verified for each; `check` tests a checkpoint.
+    """
     from kamera_cli.model.architectures import ARCHITECTURES
 
     if session.subcommand is None:

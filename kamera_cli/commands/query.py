@@ -9,8 +9,8 @@ import typer
 
 from kamera_cli.commands.session import Session, WindowOption, command
 from kamera_cli.errors import UsageError
-from kamera_cli.output import display, format_bytes, format_ms, format_number, table
 from kamera_cli.results import ChunkReceipt, Comparison, QueryResult, Stages
+from kamera_cli.text import display, format_bytes, format_ms, format_number, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,9 +22,6 @@ USED_WORDS = {
     "prefilled": "computed anew",
 }
 WHY_NOT_WORDS = {
-    "absent": "not in the store",
-    "other_model": "stored by another model",
-    "other_tenant": "stored for another tenant",
     "no_patch": "no patch for this order yet",
     "max_kl": "patch above --max-kl",
     "damaged": "stored data damaged",
@@ -69,7 +66,10 @@ def query(
         int | None, typer.Option("--rank", min=1, help="Read only this many columns of each patch")
     ] = None,
 ) -> None:
-    """Answer a question from stored chunks, and give the receipt."""
+    """Answer a question, with a receipt.
+
+    The receipt says for each chunk what was used, and where the time went.
+    """
     if max_kl is not None and not max_kl >= 0.0:
         raise UsageError(f"--max-kl {max_kl} is no bound; give a number from 0 up")
     with session.engine() as engine:

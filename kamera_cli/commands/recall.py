@@ -9,8 +9,8 @@ import typer
 
 from kamera_cli.commands.session import ChunksArgument, Session, WindowOption, command
 from kamera_cli.errors import UsageError
-from kamera_cli.output import count, display, format_ms, short_id, table
 from kamera_cli.results import RecallResult, WindowEntry, WindowView
+from kamera_cli.text import count, display, format_ms, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,7 +26,10 @@ def recall(
     ] = "end",
     listing: Annotated[bool, typer.Option("--list", help="Show what can be recalled")] = False,
 ) -> None:
-    """Put evicted chunks back, conditioned on what now stands before them; the vision tower never runs."""
+    """Put evicted chunks back.
+
+    They are conditioned on what now stands before them; the vision tower never runs.
+    """
     if listing:
         if chunks:
             raise UsageError("--list shows all that can be recalled and takes no chunks")

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kamera_cli.errors import NotFoundError, UsageError
-from kamera_cli.output import Output, format_bytes
+from kamera_cli.output import Output
 from kamera_cli.settings import Attention, Device, Dtype, Settings
+from kamera_cli.text import format_bytes
 
 if TYPE_CHECKING:
     from kamera_cli.engine import Engine
@@ -110,9 +111,11 @@ class Session:
 
         if not creates_store:
             self._require_store()
-        with self.output.working() as on_progress:
-            with Engine(self.settings, on_progress=on_progress, on_warning=self.output.warn) as engine:
-                yield engine
+        with (
+            self.output.working() as on_progress,
+            Engine(self.settings, on_progress=on_progress, on_warning=self.output.warn) as engine,
+        ):
+            yield engine
 
     @contextmanager
     def store(self, *, read_only: bool = True) -> Iterator[KVStore]:

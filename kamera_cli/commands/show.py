@@ -9,7 +9,7 @@ import typer
 
 from kamera_cli.commands.session import Session, WindowOption, command
 from kamera_cli.errors import NotFoundError, UsageError
-from kamera_cli.output import display, format_bytes, short_id, table
+from kamera_cli.text import display, format_bytes, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,11 +50,15 @@ def find(store: KVStore, tenant: str, window: str, item: str) -> Record:
             entry = pick(entries, [item], f"window {window}")[0]
             record = store.get(bytes.fromhex(entry.chunk))
             if record is None:
-                raise NotFoundError(f"chunk {item!r} of window {window!r} is no longer in the store; ingest it again")
+                raise NotFoundError(
+                    f"chunk {item!r} of window {window!r} is no longer in the store; ingest it again"
+                )
             return record
     found = store.resolve(item.lower(), tenant=tenant) if is_prefix(item) else []
     if not found:
-        raise NotFoundError(f"nothing called {item!r} in window {window!r} or in the store; `kamera ls --all` lists it")
+        raise NotFoundError(
+            f"nothing called {item!r} in window {window!r} or in the store; `kamera ls --all` lists it"
+        )
     if len(found) > 1:
         raise UsageError(f"{item!r} fits {len(found)} entries; give more characters of the id")
     return found[0]
@@ -100,7 +104,9 @@ def in_ms(value: object) -> object:
     """``value`` with every ``*_s`` field of seconds turned into ``*_ms``, as all JSON output has it."""
     if isinstance(value, Mapping):
         return {
-            f"{name[:-2]}_ms" if _is_seconds(name, item) else name: item * 1000 if _is_seconds(name, item) else in_ms(item)
+            f"{name[:-2]}_ms" if _is_seconds(name, item) else name: item * 1000
+            if _is_seconds(name, item)
+            else in_ms(item)
             for name, item in value.items()
         }
     if isinstance(value, (list, tuple)):
