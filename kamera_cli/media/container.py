@@ -80,8 +80,8 @@ def choose_stream(
 ) -> tuple[av.VideoStream, tuple[str, ...]]:
     """Choose the video stream to read and turn its threads on.
 
-    Pictures attached to a sound file and thumbnails are no video. Of the others the first choice is one that is
-    marked as default, then the one with the largest area, then the lowest index.
+    Pictures attached to a sound file and thumbnails are no video. Of the others the first choice is one that
+    is marked as default, then the one with the largest area, then the lowest index.
 
     Returns
     -------

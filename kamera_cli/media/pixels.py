@@ -118,9 +118,9 @@ class RgbConverter:
     """Convert frames to RGB, all to one size.
 
     The rules: matrix and range as the frame states them; no matrix stated is BT.601, no range stated is the
-    limited one (full for the formats that imply it); more than 8 bits are rounded to 8; PQ and HLG are mapped
-    to BT.709 by libswscale, colorimetrically: 203 cd/m² becomes white, brighter light is clipped; transparency
-    is laid over white; fields are not deinterlaced; pixels that are not square stay as stored.
+    limited one (full for the formats that imply it); more than 8 bits are rounded to 8; PQ and HLG are
+    mapped to BT.709 by libswscale, colorimetrically: 203 cd/m² becomes white, brighter light is clipped;
+    transparency is laid over white; fields are not deinterlaced; pixels that are not square stay as stored.
 
     Parameters
     ----------

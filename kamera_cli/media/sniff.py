@@ -86,7 +86,7 @@ def _is_iso_image(head: bytes) -> bool:
 
 
 def _is_transport_stream(head: bytes) -> bool:
-    """Whether the sync byte stands at the start of three packets, with or without a time stamp before each."""
+    """Whether the sync byte starts three packets, with or without a time stamp before each."""
     return any(
         len(head) > offset + 2 * step and all(head[offset + i * step] == 0x47 for i in range(3))
         for offset, step in ((0, _TS_PACKET_BYTES), (4, _TS_PACKET_BYTES + 4))

@@ -37,8 +37,8 @@ __all__ = [
 def inspect(path: str | bytes | os.PathLike) -> SourceInfo:
     """Open a file, say what it is, and refuse what cannot be taken in.
 
-    The content decides, not the name. Of a video one frame is decoded and the packets are counted, of an image
-    the header is read, a text is read whole; the file is hashed as a stream.
+    The content decides, not the name. Of a video one frame is decoded and the packets are counted, of an
+    image the header is read, a text is read whole; the file is hashed as a stream.
 
     Parameters
     ----------

@@ -8,9 +8,9 @@ from fractions import Fraction
 class Timeline:
     """Gives each sample its frame while frames pass by in order.
 
-    Times are relative to the first displayed frame. Sample k lies at ``k / rate`` seconds and is served by the
-    frame whose presentation time is nearest; of two equally near frames by the earlier one. Samples exist up
-    to the end of the last frame (half-open), and there is always one.
+    Times are relative to the first displayed frame. Sample k lies at ``k / rate`` seconds and is served by
+    the frame whose presentation time is nearest; of two equally near frames by the earlier one. Samples
+    exist up to the end of the last frame (half-open), and there is always one.
 
     Parameters
     ----------

@@ -144,9 +144,9 @@ def video_chunks(
 ) -> Iterator[MediaChunk]:
     """Decode a video once, in order, and yield its chunks.
 
-    Sample k lies at ``k / fps`` seconds after the first displayed frame and shows the frame whose presentation
-    time is nearest (of two the earlier); samples end with the last frame's display. A chunk is held in memory,
-    the clip is not.
+    Sample k lies at ``k / fps`` seconds after the first displayed frame and shows the frame whose
+    presentation time is nearest (of two the earlier); samples end with the last frame's display. A chunk is
+    held in memory, the clip is not.
 
     Parameters
     ----------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ def test_uneven_times_take_the_frame_nearest_to_each_second(uneven: Path):
     (chunk,) = read(uneven, Sampling(fps=1, chunk_seconds=60, frame_multiple=1))
     # Frames 0-3 lie at 0 to 0.3 s, 4-7 at 5 to 5.3 s, 8 at 12 s, 9 at 20 s; 16 s is as near to 12 as to 20.
     assert numbers([chunk]) == [0, 3, 3, 4, 4, 4, 7, 7, 7, 8, 8, 8, 8, 8, 8, 8, 8, 9, 9, 9, 9]
-    assert chunk.repeats == tuple(a == b for a, b in zip(numbers([chunk]), [None, *numbers([chunk])[:-1]]))
+    assert chunk.repeats == (False, *(a == b for a, b in pairwise(numbers([chunk]))))
     assert chunk.frame_times_s[3] == 5.0 and chunk.frame_times_s[-1] == 20.0
     assert chunk.fps == 1.0
 
