@@ -193,16 +193,20 @@ def _require_fit(engine: Engine, found: Sequence[Found], num_more: int) -> None:
 
 
 def _require_hits(chosen: Plan, found: Sequence[Found], options: QueryOptions) -> None:
-    if not options.require_hit or (chosen.num_misses == 0 and chosen.fallback is None):
-        return
-    missed = [
-        f"{chunk.wanted.entry.number}: {action.why_not}"
+    """Refuse what would not be reused, under ``--require-hit`` and ``--reuse patched``."""
+    misses = [
+        f"{chunk.wanted.entry.number} {action.why_not}"
         for chunk, action in zip(found, chosen.actions, strict=True)
         if action.why_not is not None
     ]
-    raise NotFoundError(
-        f"--require-hit: not reused ({', '.join(missed) or chosen.fallback}); form patches with compile-patches"
+    asked = (
+        "--require-hit" if options.require_hit else "--reuse patched" if options.reuse == "patched" else None
     )
+    if asked is not None and (misses or chosen.fallback is not None):
+        reasons = f"chunks {', '.join(misses)}" if misses else chosen.fallback
+        raise NotFoundError(
+            f"{asked}: not everything can be reused ({reasons}); form patches with compile-patches"
+        )
 
 
 def _prepare(

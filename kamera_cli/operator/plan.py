@@ -52,17 +52,13 @@ class Plan:
     actions: tuple[Action, ...]
     fallback: str | None = None
 
-    @property
-    def num_misses(self) -> int:
-        return sum(action.why_not is not None for action in self.actions)
-
 
 def plan(wanted: list[Wanted], *, reuse: Reuse, max_kl: float | None) -> Plan:
     """Choose for each chunk in this order: nothing needed, exact patch, fallback.
 
     With ``auto`` one miss makes the whole arrangement a prefill from stored embeddings, so the answer is right and the
-    patches come free. ``patched`` uses what there is and takes the rest blind; ``blind`` never patches; ``none`` always
-    prefills. A patch whose measured KL is above ``max_kl`` counts as a miss.
+    patches come free. ``patched`` never prefills: the caller refuses a plan with misses. ``blind`` never patches;
+    ``none`` always prefills. A patch whose measured KL is above ``max_kl`` counts as a miss.
     """
     if reuse == "none":
         return Plan(tuple(Action("prefilled") for _ in wanted), "--reuse none")
