@@ -9,6 +9,7 @@ import av
 import numpy as np
 
 from .chunk import MediaChunk, Sampling
+from .container import reason_of
 from .errors import MediaError
 from .pixels import RgbConverter, orientation_of, unreadable_colour
 from .timeline import Timeline
@@ -54,15 +55,12 @@ class Collector:
 
     def _converted(self, frame: av.VideoFrame, time_s: Fraction) -> np.ndarray:
         problem = unreadable_colour(frame)
-        try:
-            pixels = self._converter(frame)
-        except (av.FFmpegError, ValueError) as error:
-            problem = problem or str(error)
-        if problem:
-            raise MediaError(
-                self._path, f"the frame at {float(time_s):.2f} s cannot be converted ({problem})"
-            )
-        return pixels
+        if not problem:
+            try:
+                return self._converter(frame)
+            except av.FFmpegError as error:
+                problem = reason_of(error)
+        raise MediaError(self._path, f"the frame at {float(time_s):.2f} s cannot be converted: {problem}")
 
     def _append(self, pixels: np.ndarray, time_s: float, repeat: bool) -> None:
         count = len(self._times)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 import warnings
 from contextlib import contextmanager
@@ -40,6 +41,9 @@ FORMATS = (
     TiffImagePlugin.TiffImageFile.format,
     AvifImagePlugin.AvifImageFile.format,
 )
+
+# Pillow logs some faults besides raising them; without a handler that line would go to stderr.
+logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 _ORIENTATION = 0x0112
 _UPRIGHT = 1

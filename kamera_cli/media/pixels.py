@@ -72,13 +72,25 @@ def orientation_of(frame: av.VideoFrame) -> Orientation:
     """Read the display matrix of a frame, mirror images included.
 
     The matrix maps a stored point to a shown one, x' = a x + c y and y' = b x + d y with y downwards; it is
-    stored as nine numbers a b u c d v x y w. `frame.rotation` would lose the mirror images.
+    stored as nine numbers a b u c d v x y w. `frame.rotation` would lose the mirror images; it stands in where
+    the frame carries side data of a type that this PyAV cannot name and that hides the rest.
     """
-    side_data = frame.side_data.get("DISPLAYMATRIX")
+    try:
+        side_data = frame.side_data.get("DISPLAYMATRIX")
+    except ValueError:
+        return orientation_from_degrees(-frame.rotation)
     if side_data is None:
         return Orientation()
     matrix = np.frombuffer(bytes(side_data), dtype=np.int32)
     return orientation_from_matrix(*(int(matrix[i]) for i in (0, 1, 3, 4)))
+
+
+def orientation_from_degrees(clockwise: int) -> Orientation:
+    """Return the orientation for a turn to the right."""
+    quarters, rest = divmod(clockwise % 360, 90)
+    if rest:
+        return Orientation(known=False)
+    return Orientation(quarters % 2 == 1, quarters in (1, 2), quarters in (2, 3))
 
 
 def orientation_from_matrix(a: int, b: int, c: int, d: int) -> Orientation:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from media_files import WIDTH, picture, write_video
 
-from kamera_cli.media.pixels import Orientation, orientation_from_matrix
+from kamera_cli.media.pixels import Orientation, orientation_from_matrix, orientation_of
 from kamera_cli.media.source import Sampling, chunks, inspect
 
 
@@ -73,6 +73,24 @@ def test_each_matrix_moves_points_as_it_says():
         seen.add((orientation.transpose, orientation.flip_x, orientation.flip_y))
     assert len(seen) == 8
     assert orientation_from_matrix(0, 0, 0, 0) == Orientation(known=False)
+
+
+class _FrameWithUnknownSideData:
+    """What PyAV gives where FFmpeg attaches a type of side data that it cannot name."""
+
+    def __init__(self, rotation: int) -> None:
+        self.rotation = rotation  # counterclockwise
+
+    @property
+    def side_data(self) -> dict:
+        raise ValueError("31 is not a valid Type")
+
+
+@pytest.mark.parametrize(("rotation", "clockwise"), [(0, 0), (-90, 90), (-180, 180), (180, 180), (90, 270)])
+def test_unknown_side_data_does_not_hide_the_rotation(rotation: int, clockwise: int):
+    orientation = orientation_of(_FrameWithUnknownSideData(rotation))
+    assert (orientation.degrees_clockwise, orientation.mirrored) == (clockwise, False)
+    assert not orientation_of(_FrameWithUnknownSideData(45)).known
 
 
 def test_the_fixture_writes_where_the_format_puts_the_matrix(clip: Path, turned):
