@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kamera_cli.errors import UsageError
+from kamera_cli.errors import RefusedError, UsageError
 from kamera_cli.results import EvictResult, WindowEntry, WindowView
-from kamera_cli.window import load_window, pick, purged, update_window, without
+from kamera_cli.window import list_windows, load_window, pick, purged, update_window, without
 from kamera_store.kvstore import KVStore
 
 
@@ -48,9 +48,11 @@ def evict(
         raise UsageError("name chunks to evict, or give --oldest N (one of the two)")
     window = load_window(store, tenant, name)
     leaving = _leaving(window, chunks, oldest, purge)
-    if dry_run:
-        return EvictResult(without(window, leaving), leaving, dry_run=True)
     change = purged if purge else without
+    if purge:
+        _refuse_held_elsewhere(store, tenant, name, leaving)
+    if dry_run:
+        return EvictResult(change(window, leaving), leaving, dry_run=True)
     window = update_window(store, tenant, name, lambda current: change(current, leaving))
     freed, gone = 0, []
     for entry in leaving if purge else ():
@@ -60,6 +62,15 @@ def evict(
         freed += store.delete(dict.fromkeys(keys))
         gone.append(entry.chunk)
     return EvictResult(window, leaving, tuple(gone), freed)
+
+
+def _refuse_held_elsewhere(store: KVStore, tenant: str, name: str, leaving: Sequence[WindowEntry]) -> None:
+    """A purge must not take a chunk from under another window."""
+    gone = {entry.chunk for entry in leaving}
+    for other in list_windows(store, tenant):
+        held = [entry for entry in other.entries if entry.chunk in gone]
+        if held and other.name != name:
+            raise RefusedError(f"chunk {held[0].name} is also in window {other.name!r}; evict it there first")
 
 
 def _leaving(

@@ -6,6 +6,7 @@ a mask that covers only the new tokens is accepted without an error.
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 
@@ -262,7 +263,11 @@ class ModelRunner:
             return _Run(embeddings, hidden, 0.0, 1e3 * (time.perf_counter() - started))
         reached: dict = {}
 
+        owner = threading.get_ident()
+
         def keep(_module: torch.nn.Module, _args: tuple, kwargs: dict) -> None:
+            if threading.get_ident() != owner:
+                return
             self.synchronize()
             reached.update(embeddings=kwargs["inputs_embeds"][0], at=time.perf_counter())
 
@@ -355,7 +360,10 @@ class ModelRunner:
         return cut
 
     def _preamble_layers(self) -> list[LayerKV]:
-        return self.prefill_captured([self.preamble])[0] if self.preamble.num_tokens else []
+        if self.preamble.num_tokens:
+            return self.prefill_captured([self.preamble])[0]
+        nothing = self.preamble.embeddings.new_empty(0, self.family.num_kv_heads, self.family.head_dim)
+        return [LayerKV(nothing, nothing)] * self.family.num_layers
 
 
 def _size_within(size: object, max_pixels: int) -> dict[str, int]:

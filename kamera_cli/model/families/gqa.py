@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ class GQA:
 
     @contextmanager
     def capture(self) -> Iterator[Capture]:
-        """Record keys after the key norm and before RoPE, and values, of the forwards inside the block."""
+        """Record keys after the key norm and before RoPE, and values, of this thread's forwards inside the block."""
         seen = Capture()
         handles = []
         for layer, attention in enumerate(self.attentions):
@@ -62,8 +63,12 @@ class GQA:
                 handle.remove()
 
     def _store(self, into: dict[int, torch.Tensor], layer: int):
+        owner = threading.get_ident()
+
         def hook(_module: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> None:
-            into[layer] = output.detach().reshape(-1, self.num_kv_heads, self.head_dim)
+            # Hooks fire for every thread that runs the model; another one's tokens are not ours.
+            if threading.get_ident() == owner:
+                into[layer] = output.detach().reshape(-1, self.num_kv_heads, self.head_dim)
 
         return hook
 
