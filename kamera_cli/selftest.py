@@ -120,10 +120,8 @@ def _full_rank(runner: ModelRunner, chunks: list[Segment]) -> Check:
     """Canonical KV with full-rank patches answers like a cold prefill."""
     *context, question = [runner.preamble, *chunks]
     _, reference, captured, _ = runner.prefill([*context, question])
-    parts = [[(layer, None) for layer in captured[0]]] if runner.preamble.num_tokens else []
-    context = context if runner.preamble.num_tokens else context[1:]
-    first = len(parts)
-    for index, chunk in enumerate(context[first:], start=1):
+    parts = [[(layer, None) for layer in captured[0]]]
+    for index, chunk in enumerate(context[1:], start=1):
         alone = runner.prefill_captured([runner.preamble, chunk])[1]
         patch = form(captured[index], alone, rank=chunk.num_tokens, energy=1.0, dtype=torch.float32)
         parts.append(list(zip(alone, patch, strict=True)))

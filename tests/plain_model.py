@@ -1,0 +1,66 @@
+"""The reference: a model's ordinary forward, with its own cache, positions and mask; nothing of kamera's runner."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from transformers import DynamicCache
+
+
+@torch.no_grad()
+def own_cache(model: torch.nn.Module, ids: torch.Tensor, **inputs: torch.Tensor) -> list:
+    """Layers of the cache that a plain forward over token ids (T,) fills."""
+    cache = DynamicCache()
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    model(input_ids=ids[None], use_cache=True, **{name: cache}, **inputs)
+    return cache.layers
+
+
+@torch.no_grad()
+def next_logits(model: torch.nn.Module, ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    """Logits (vocab,) that follow token ids (T,); a media prompt brings its types, pixels and grids."""
+    model_inputs = dict(inputs)
+    if "mm_token_type_ids" in model_inputs:
+        types = model_inputs["mm_token_type_ids"]
+        more = ids.numel() - types.numel()
+        model_inputs["mm_token_type_ids"] = torch.cat([types, types.new_zeros(more)])[None]
+        # Without it the model continues with the rope delta of an earlier call (TF-1): positions of the whole prompt.
+        model.model.rope_deltas = None
+    return model(input_ids=ids[None], use_cache=False, **model_inputs).logits[0, -1]
+
+
+def greedy(
+    model: torch.nn.Module, ids: torch.Tensor, max_new_tokens: int, eos: int = 2, **inputs
+) -> tuple[int, ...]:
+    """Greedy answer by cold forwards over the whole prompt, one for each token."""
+    produced: list[int] = []
+    while len(produced) < max_new_tokens:
+        logits = next_logits(model, torch.cat([ids, torch.tensor(produced, dtype=ids.dtype)]), **inputs)
+        token = int(logits.argmax())
+        if token == eos:
+            break
+        produced.append(token)
+    return tuple(produced)
+
+
+def whole_prompt(runner, chunks, question: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Token ids and model inputs of preamble, chunks and question, as one prompt."""
+    question_ids = runner.question_ids(question)
+    ids = torch.cat([runner.preamble_ids, *(chunk.token_ids for chunk in chunks), question_ids])
+    inputs: dict[str, list[torch.Tensor]] = {}
+    for chunk in chunks:
+        for name, tensor in chunk.tensors.items():
+            inputs.setdefault(name, []).append(tensor)
+    joined = {name: torch.cat(tensors) for name, tensors in inputs.items()}
+    if joined:
+        zeros = torch.zeros_like
+        types = [zeros(runner.preamble_ids), *(chunk.token_types for chunk in chunks), zeros(question_ids)]
+        joined["mm_token_type_ids"] = torch.cat(types)
+    return ids, joined
+
+
+def kl(reference: torch.Tensor, other: torch.Tensor) -> float:
+    """KL(reference ‖ other) in nats, in float64."""
+    p, q = torch.softmax(reference.double(), -1), torch.softmax(other.double(), -1)
+    return float((p * (p.log() - q.log())).sum())
