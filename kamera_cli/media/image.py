@@ -25,9 +25,6 @@ from PIL import (
 
 from .errors import MediaError
 
-#: Names the rules of `read_image` in the source key: raise it when a rule changes a pixel.
-IMAGE_RULES = "image-1"
-
 #: Largest picture that is read: a 2 MB file can name a picture of gigabytes. Pillow warns above this.
 MAX_IMAGE_PIXELS = 89_478_485
 

@@ -8,9 +8,6 @@ import av
 import numpy as np
 from av.video.reformatter import ColorPrimaries, ColorTrc, Interpolation, VideoReformatter
 
-#: Names the rules below in the source key: raise it when a rule changes a pixel.
-PIXEL_RULES = "pixels-1"
-
 _HDR_TRANSFERS = {int(ColorTrc.SMPTE2084): "PQ", int(ColorTrc.ARIB_STD_B67): "HLG"}
 # AVColorSpace numbers that the converter has matrices for: RGB, BT.709, unspecified, reserved (both taken as
 # BT.601), FCC, BT.470BG, SMPTE 170M, SMPTE 240M, BT.2020 with constant factors.

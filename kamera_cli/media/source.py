@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from fractions import Fraction
-from typing import BinaryIO
 
 from .chunk import Kind, MediaChunk, Sampling, SourceInfo
 from .errors import MediaError, SamplingError, printable
-from .image import IMAGE_RULES, inspect_image, read_image
-from .pixels import PIXEL_RULES
+from .files import opened_file
+from .image import inspect_image, read_image
+from .rules import IMAGE_RULES, PIXEL_RULES, SAMPLING_RULES, TEXT_RULES
 from .sniff import HEAD_BYTES, MEDIA_SUFFIXES, content_of, declared_bytes
-from .text import TEXT_RULES, read_text
+from .text import read_text
 from .timeline import num_samples
-from .video import SAMPLING_RULES, inspect_video, video_chunks
+from .video import inspect_video, video_chunks
 
 __all__ = [
     "Kind",
@@ -54,7 +52,7 @@ def inspect(path: str | bytes | os.PathLike) -> SourceInfo:
     MediaError
         If the file is missing, empty, no regular file, of no known kind, damaged or without a usable picture.
     """
-    with _opened(path) as (file, status):
+    with opened_file(path) as (file, status):
         head = file.read(HEAD_BYTES)
         kind = _kind(path, head)
         file.seek(0)
@@ -113,7 +111,7 @@ def chunks(
 def _chunks(path, info: SourceInfo, sampling: Sampling, start: int) -> Iterator[MediaChunk]:
     shown = os.fsdecode(path)
     name = printable(os.path.basename(os.path.abspath(shown)))
-    with _opened(path) as (file, status):
+    with opened_file(path) as (file, status):
         _refuse_changed(path, info, status)
         if info.kind == "video":
             yield from video_chunks(shown, name, file, info, sampling, start)
@@ -160,26 +158,6 @@ def parameters(sampling: Sampling, info: SourceInfo) -> Mapping[str, str | int |
     if info.kind == "image":
         return common | {"rules": IMAGE_RULES}
     return common | {"chunk_tokens": int(sampling.chunk_tokens), "rules": TEXT_RULES}
-
-
-@contextmanager
-def _opened(path: str | bytes | os.PathLike) -> Iterator[tuple[BinaryIO, os.stat_result]]:
-    """Open a regular file; a pipe or a device would block for ever."""
-    if "\0" in os.fsdecode(path):
-        raise MediaError(path, "its name holds a null character")
-    try:
-        mode = os.stat(path).st_mode
-        if stat.S_ISDIR(mode):
-            raise MediaError(path, "it is a folder", "name the files in it")
-        if not stat.S_ISREG(mode):
-            raise MediaError(path, "it is no regular file")
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_size == 0:
-                raise MediaError(path, "it is empty")
-            yield file, status
-    except OSError as error:
-        raise MediaError(path, error.strerror or str(error)) from error
 
 
 def _refuse_changed(path, info: SourceInfo, status: os.stat_result) -> None:

@@ -6,9 +6,6 @@ from typing import BinaryIO
 
 from .errors import MediaError
 
-#: Names the rules of `read_text` in the source key.
-TEXT_RULES = "text-1"
-
 #: A longer text is refused: it is held in memory whole.
 MAX_TEXT_BYTES = 64 << 20
 

@@ -16,9 +16,6 @@ from .errors import MediaError
 from .frames import MAX_GAP_S, frame_interval, timed_frames
 from .pixels import has_alpha, hdr_name, orientation_of, unreadable_colour
 
-#: Names the sampling rule in the source key: raise it when another frame would be taken.
-SAMPLING_RULES = "nearest-1"
-
 
 def inspect_video(path: str, file: BinaryIO, size_bytes: int, declared_bytes: int | None) -> dict:
     """Find a video's stream, size, orientation and length: one frame is decoded, the other packets counted.

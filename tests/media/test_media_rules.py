@@ -1,0 +1,70 @@
+"""The rules have a version, and what names them loads no decoder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from kamera_cli.media.errors import MediaError
+from kamera_cli.media.files import content_sha256
+from kamera_cli.media.pixels import Orientation, RgbConverter
+from kamera_cli.media.rules import PIXEL_RULES, RULES, decoder_versions
+from kamera_cli.media.source import Sampling, inspect, parameters
+
+
+def test_names_and_hashes_load_no_decoder():
+    code = (
+        "import sys, kamera_cli.media.rules as r, kamera_cli.media.files, kamera_cli.media.errors;"
+        "r.decoder_versions(); print(sorted({'av', 'PIL', 'numpy', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert decoder_versions().startswith(f"av {av.__version__} pillow ")
+
+
+def test_each_kind_names_its_rules(tmp_path: Path, clip: Path):
+    (tmp_path / "a.txt").write_text("text")
+    for path in (clip, tmp_path / "a.txt"):
+        found = parameters(Sampling(), inspect(path))
+        assert found["rules"] and set(found["rules"].split()) <= set(RULES.split())
+
+
+@pytest.mark.skipif(
+    av.library_versions["libswscale"] != (9, 5, 102), reason="the digests are of libswscale 9.5.102"
+)
+@pytest.mark.parametrize(
+    ("pix_fmt", "digest"),
+    [
+        ("yuv420p", "6fdc78b68479474e"),
+        ("yuv422p10le", "944e66cd310b2e4e"),
+        ("yuvj444p", "b917eea95135358f"),
+    ],
+)
+def test_a_change_of_pixels_needs_a_new_rule_version(pix_fmt: str, digest: str):
+    rng = np.random.default_rng(0)
+    frame = av.VideoFrame(66, 50, pix_fmt)
+    for plane in frame.planes:
+        if "10" in pix_fmt:
+            plane.update(rng.integers(0, 1024, plane.buffer_size // 2, np.uint16).tobytes())
+        else:
+            plane.update(rng.integers(0, 256, plane.buffer_size, np.uint8).tobytes())
+    pixels = RgbConverter(66, 50, Orientation())(frame)
+    assert PIXEL_RULES == "pixels-1"
+    assert hashlib.sha256(pixels.tobytes()).hexdigest()[:16] == digest
+
+
+def test_the_hash_of_a_source_refuses_what_cannot_be_one(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"abc")
+    assert content_sha256(tmp_path / "a.txt") == hashlib.sha256(b"abc").hexdigest()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").touch()
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "empty", tmp_path / "none"):
+        with pytest.raises(MediaError):
+            content_sha256(path)
