@@ -27,7 +27,12 @@ class Reading:
 @dataclass
 class _Clock:
     read: float = 0.0
+    decompress: float = 0.0
     transfer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.read + self.decompress + self.transfer
 
 
 def read_and_assemble(
@@ -68,11 +73,12 @@ def read_and_assemble(
     layers = _layers(runner, library, records, patches, clock)
     cache = assemble(runner.family, layers, joined_positions(placed), rank)
     runner.synchronize()
-    total = time.perf_counter() - started
+    assembled = time.perf_counter() - started - clock.total
     stages = Stages(
         read=1e3 * clock.read,
+        decompress=1e3 * clock.decompress,
         transfer=1e3 * clock.transfer,
-        assemble=1e3 * (total - clock.read - clock.transfer),
+        assemble=1e3 * assembled,
     )
     return cache, end, Reading(stages, _bytes_read(records, patches))
 
@@ -84,21 +90,23 @@ def _layers(
     patches: Sequence[Record | None],
     clock: _Clock,
 ) -> Iterator[list[tuple[LayerKV, LayerPatch | None]]]:
+    stored = [*records, *(patch for patch in patches if patch is not None)]
     for layer in range(runner.family.num_layers):
-        parts: list[tuple[LayerKV, LayerPatch | None]] = [(runner.preamble_layers[layer], None)]
-        for record, patch in zip(records, patches, strict=True):
-            started = time.perf_counter()
-            stored = library.store.read_layer(record, layer)
-            factors = None if patch is None else library.store.read_layer(patch, layer)
-            read = time.perf_counter()
-            kv = as_layer(stored, library.device)
-            restored = (
-                None if factors is None else as_patch(factors, patch.meta["energy"][layer], library.device)
-            )
-            parts.append((kv, restored))
-            clock.read += read - started
-            clock.transfer += time.perf_counter() - read
-        yield parts
+        started = time.perf_counter()
+        fetched = library.store.fetch_layer(stored, layer)
+        read = time.perf_counter()
+        decoded = [piece.decode() for piece in fetched]
+        decompressed = time.perf_counter()
+        canonical = [as_layer(tensors, library.device) for tensors in decoded[: len(records)]]
+        factors = iter(decoded[len(records) :])
+        restored = [
+            None if patch is None else as_patch(next(factors), patch.meta["energy"][layer], library.device)
+            for patch in patches
+        ]
+        clock.read += read - started
+        clock.decompress += decompressed - read
+        clock.transfer += time.perf_counter() - decompressed
+        yield [(runner.preamble_layers[layer], None), *zip(canonical, restored, strict=True)]
 
 
 def _bytes_read(records: Sequence[Record], patches: Sequence[Record | None]) -> tuple[int, ...]:
