@@ -30,6 +30,7 @@ from kamera_cli.tiny.vocabulary import COLOURS, DIGITS, SHAPES
 FAMILIES = ("qwen2_5_vl", "llama", "qwen2", "qwen3")
 TEXT_FAMILIES = FAMILIES[1:]
 MAX_TOKENS = 2048
+EOS = 2
 
 _SIZES = {
     "hidden_size": 64,
@@ -58,6 +59,9 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
             else:
                 fan_in = parameter[0].numel()
                 parameter.normal_(0.0, 1.2 * fan_in**-0.5, generator=generator)
+        # Never answer with a placeholder or a mark: a plain forward would look for its pixels.
+        head = model.get_output_embeddings().weight
+        head[[token for token in range(9) if token != EOS]] = 0.0
     return model.eval()
 
 
@@ -72,7 +76,7 @@ def save(family: str, folder: Path, *, seed: int = 0) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     tokenizer.chat_template = tokenizer.chat_template if family == "qwen2" else None
     tokenizer.bos_token = "<|endoftext|>" if family == "llama" else None
-    ids = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 7}
+    ids = {"bos_token_id": 0, "eos_token_id": EOS, "pad_token_id": 7}
     sizes = {**_SIZES, "vocab_size": len(tokenizer), **ids}
     model = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(attention_bias=True, mlp_bias=True, **sizes)),
@@ -91,7 +95,7 @@ def _save_vision(folder: Path, seed: int) -> Path:
         part.size = _PIXELS
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     text = {**_SIZES, "vocab_size": len(processor.tokenizer), "rope_parameters": rope}
-    text |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 7}
+    text |= {"bos_token_id": 0, "eos_token_id": EOS, "pad_token_id": 7}
     vision = {
         "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
         "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
@@ -100,7 +104,7 @@ def _save_vision(folder: Path, seed: int) -> Path:
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **{name: own[name] for name in names})
     model = randomise(Qwen2_5_VLForConditionalGeneration(config), seed)
-    model.generation_config.eos_token_id = 2
+    model.generation_config.eos_token_id = EOS
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder

@@ -85,7 +85,7 @@ def form(
     energy : float
         Share of ‖Δ‖² in (0, 1]; read by ``auto`` alone.
     dtype : torch.dtype or None
-        Of the factors; None is fp16, or fp32 where a value leaves the range of fp16.
+        Of the factors, None for fp16; a factor with a value beyond its range is kept in fp32.
     """
     return [
         _layer(after, alone, rank, energy, dtype) for after, alone in zip(conditioned, canonical, strict=True)
@@ -137,9 +137,11 @@ def factorise(
     if tall:
         u, v = (delta @ basis).T, basis.T
     else:
-        # Δ = E (Eᵀ Δ): move the singular values to U so that both shapes of Δ give factors of the same kind.
-        scale = squares[:chosen].sqrt().clamp_min(torch.finfo(delta.dtype).tiny)
-        u, v = (basis * scale).T, (basis.T @ delta) / scale[:, None]
+        # Δ = E (Eᵀ Δ): move the singular values to U so that both shapes of Δ give factors of the same kind. They are
+        # taken from EᵀΔ itself: beyond the rank of Δ the Gram matrix has eigenvalues that are rounding, or negative.
+        right = basis.T @ delta
+        scale = right.norm(dim=1, keepdim=True)
+        u, v = basis.T * scale, right / scale.clamp_min(torch.finfo(delta.dtype).tiny)
     factors = Factors(_rounded(u, dtype), _rounded(v, dtype))
     missing = float((delta - factors.u.T.float() @ factors.v.float()).square().sum())
     return factors, max(0.0, 1.0 - missing / total)
@@ -153,8 +155,10 @@ def _chosen_rank(squares: torch.Tensor, total: float, rank: int | str, energy: f
 
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    fits_half = float(tensor.abs().max()) < torch.finfo(torch.float16).max
-    return tensor.contiguous().to(dtype or (torch.float16 if fits_half else torch.float32))
+    """In ``dtype`` (fp16 for None), or in fp32 where a value leaves its range."""
+    wanted = dtype or torch.float16
+    fits = float(tensor.abs().max()) < torch.finfo(wanted).max
+    return tensor.contiguous().to(wanted if fits else torch.float32)
 
 
 def add_into(target: torch.Tensor, canonical: torch.Tensor, factors: Factors | None) -> None:
