@@ -138,8 +138,13 @@ def _without_video(container: av.container.InputContainer) -> str:
     return "it holds no video"
 
 
-def last_indexed_byte(stream: av.VideoStream) -> int:
-    """Return the end of the furthest frame that the container's index names, 0 without an index."""
+def last_indexed_byte(container: av.container.InputContainer, stream: av.VideoStream) -> int:
+    """Return the end of the furthest frame that an MP4's index names; 0 for other containers.
+
+    Others build their index while they are read, or from hints that need not be exact.
+    """
+    if "mp4" not in container.format.name:
+        return 0
     return max((entry.pos + entry.size for entry in stream.index_entries), default=0)
 
 

@@ -43,7 +43,7 @@ def inspect_video(path: str, file: BinaryIO, size_bytes: int, declared_bytes: in
     with opened(path, file) as container:
         stream, notes = choose_stream(path, container)
         first, packets = _first_frame(path, container, stream)
-        needed = max(declared_bytes or 0, last_indexed_byte(stream))
+        needed = max(declared_bytes or 0, last_indexed_byte(container, stream))
         complete = needed <= size_bytes
         if not complete:
             notes += (f"cut short: its index names {needed} bytes, {size_bytes} are there",)

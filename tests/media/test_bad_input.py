@@ -120,6 +120,31 @@ def test_a_clip_cut_short_gives_its_readable_chunks_and_then_an_error(
         assert np.array_equal(before.frames, after.frames)
 
 
+def test_a_recording_in_fragments_that_was_cut_off(tmp_path: Path):
+    pictures = [picture(i % 32) for i in range(100)]
+    flags = {"movflags": "frag_keyframe+empty_moov"}
+    options = {"g": "10", "sc_threshold": "0"}
+    path = write_video(tmp_path / "f.mp4", pictures, options=options, container_options=flags)
+    sampling = Sampling(fps=2, chunk_seconds=1)
+    whole = list(chunks(path, inspect(path), sampling))
+    assert len(whole) == 10
+    data = path.read_bytes()
+    path.write_bytes(data[: data.rindex(b"moof") - 4])  # the last fragment is missing altogether
+    found = list(chunks(path, inspect(path), sampling))
+    assert len(found) == 9
+    assert all(np.array_equal(a.frames, b.frames) for a, b in zip(whole, found, strict=False))
+    path.write_bytes(data[: data.rindex(b"mdat") + 60])  # and here it is begun
+    refused(path)
+
+
+def test_a_run_that_is_given_up_leaves_no_file_open(clip: Path):
+    before = len(os.listdir("/proc/self/fd"))
+    run = chunks(clip, inspect(clip), Sampling(fps=10, chunk_seconds=0.2))
+    next(run)
+    run.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_damage_in_the_middle_is_no_silent_change(tmp_path: Path):
     path = write_noise(tmp_path / "clip.mp4")
     whole = list(chunks(path, inspect(path), Sampling(fps=2, chunk_seconds=1)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from hypothesis import given
@@ -49,6 +51,24 @@ def test_a_stream_that_starts_late_counts_from_its_first_frame(tmp_path: Path):
     assert chunk.frame_times_s[:5] == pytest.approx((0, 0.2, 0.4, 0.6, 0.8))
     assert numbers([chunk])[:5] == [0, 2, 4, 6, 8]
     assert (chunk.start_s, chunk.end_s) == (0.0, 1.0)
+
+
+def test_a_trimmed_clip_starts_where_its_edit_list_says(tmp_path: Path):
+    path = write_video(tmp_path / "trimmed.mp4", [picture(i) for i in range(20)], options={"bf": "0"})
+    data = bytearray(path.read_bytes())
+    entry = (
+        data.index(b"elst") + 12
+    )  # after version, flags and the number of entries: duration, media time, rate
+    duration, media_time = struct.unpack(">Ii", data[entry : entry + 8])
+    with av.open(str(path)) as container:
+        frame_ticks = next(container.demux(video=0)).duration
+    data[entry : entry + 8] = struct.pack(">Ii", duration * 15 // 20, media_time + 5 * frame_ticks)
+    path.write_bytes(data)
+    info = inspect(path)
+    assert (info.num_frames, info.duration_s) == (15, 1.5)
+    (chunk,) = read(path, Sampling(fps=10, frame_multiple=1))
+    assert numbers([chunk]) == list(range(5, 20))
+    assert chunk.frame_times_s[0] == 0.0
 
 
 def test_chunks_meet_without_gap_or_overlap(tmp_path: Path):
