@@ -71,7 +71,10 @@ class Output:
         with console.capture() as capture:
             for part in view():
                 console.print(part, soft_wrap=not hasattr(part, "columns"))
-        self._write(capture.get())
+        text = capture.get()
+        if not _is_terminal(self.out):
+            text = "".join(f"{line.rstrip()}\n" for line in text.split("\n")[:-1])
+        self._write(text)
 
     def text(self, text: str) -> None:
         """Print plain text on stdout (help, version)."""

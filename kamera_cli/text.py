@@ -106,14 +106,12 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, header: bool = True) -> Table:
     """A plain table: a leading ``>`` in a column's name aligns it to the right; cells are made safe to print."""
     from rich.table import Table
     from rich.text import Text
 
-    grid = Table(
-        box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left"
-    )
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=header)
     for name in columns:
         grid.add_column(
             name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold"

@@ -8,45 +8,49 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kamera_cli.bench import SUITES, BenchOptions, BenchResult, run
+from kamera_cli.bench.rivals import RIVALS
 from kamera_cli.commands.session import Session, command
 from kamera_cli.errors import UsageError
-from kamera_cli.text import display
+from kamera_cli.text import count, display, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from kamera_cli.bench import BenchResult
 
 
 @command
 def bench(
     session: Session,
     suites: Annotated[
-        list[str] | None, typer.Argument(metavar="[SUITE...]", help="Suites, or all", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="SUITE", help=f"{', '.join(SUITES)} or all", show_default=False),
     ] = None,
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Folder for JSON, pictures and the HTML report")
     ] = Path("kamera-bench"),
     rivals: Annotated[
         str | None,
-        typer.Option("--rivals", metavar="LIST", help="Other methods to measure beside, as in a,b"),
+        typer.Option(
+            "--rivals",
+            metavar="LIST",
+            help=f"Measure beside: {', '.join(RIVALS)}, all or none  [default: all]",
+        ),
     ] = None,
     ranks: Annotated[
         str | None, typer.Option("--ranks", metavar="LIST", help="Ranks to measure, as in 4,8,16")
     ] = None,
     geometry: Annotated[
         str | None,
-        typer.Option("--geometry", metavar="NAME", help="Shape of a synthetic model to measure with"),
+        typer.Option("--geometry", metavar="NAME", help="Time a model of this shape, with random weights"),
     ] = None,
     episodes: Annotated[int | None, typer.Option("--episodes", min=1, help="How many episodes")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the episodes")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of episodes, orders and random weights")] = 0,
 ) -> None:
     """Measure the method on this machine.
 
-    Writes JSON, pictures and one HTML report.
+    Writes JSON, pictures and one HTML report; the store is not touched.
     """
-    from kamera_cli.bench import SUITES, BenchOptions, run
-
+    chosen = choose_suites(suites or [], SUITES)
     options = BenchOptions(
         out=out,
         rivals=parse_list(rivals),
@@ -55,11 +59,9 @@ def bench(
         episodes=episodes,
         seed=seed,
     )
-    chosen = choose_suites(suites or [], SUITES)
     with session.output.working() as on_progress:
         result = run(chosen, session.settings, options, on_progress)
-    document = result.to_json()
-    session.output.result("bench", document, lambda: view(document, result, out))
+    session.output.result("bench", result.to_json(), lambda: view(result, out))
 
 
 def choose_suites(names: list[str], available: Mapping[str, object]) -> tuple[str, ...]:
@@ -98,8 +100,16 @@ def parse_ranks(text: str | None) -> tuple[int, ...]:
     return tuple(int(item) for item in items)
 
 
-def view(document: Mapping[str, object], result: BenchResult, out: Path) -> Iterable[RenderableType]:
-    """What people see: each suite's own lines, then where the files lie."""
-    yield f"wrote {len(result.files)} files to {display(out)}: " + ", ".join(
-        display(Path(file).name) for file in result.files
-    )
+def view(result: BenchResult, out: Path) -> Iterable[RenderableType]:
+    """What people see: each suite's sentence and tables, then where the files lie."""
+    for suite in result.suites:
+        yield f"{suite.name}: {display(suite.headline)}"
+        for part in suite.tables:
+            yield ""
+            yield display(part.title)
+            yield table(part.columns, part.rows)
+            yield from (display(note) for note in part.notes)
+        yield ""
+    yield from (display(note) for note in result.notes)
+    names = ", ".join(display(Path(file).name) for file in result.files)
+    yield f"{count(len(result.files), 'file')} in {display(out)}: {names}"

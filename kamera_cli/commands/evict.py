@@ -124,7 +124,7 @@ def evict_from_store(
         if dry_run or not plan.units:
             return plan, 0
         question = f"delete {count(len(plan.units), 'unit')}, {format_bytes(plan.freed_bytes)}?"
-        if not session.consent(question, yes=yes, what="evict --to and --older-than"):
+        if not session.consent(question, yes=yes):
             raise typer.Abort
         return plan, store.evict(plan)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def ingest(
     session: Session,
     sources: Annotated[
-        list[str], typer.Argument(metavar="SOURCE...", help="Video, image, PDF page image or text")
+        list[str], typer.Argument(metavar="SOURCE", help="Video, image, PDF page image or text")
     ],
     window: WindowOption = "default",
     fps: Annotated[float, typer.Option("--fps", help="Frames taken from each second of a video")] = 2.0,

@@ -27,7 +27,7 @@ class Listed:
     number: int
     num_tokens: int
     state: str
-    num_antecedents: int
+    conditioned_on: tuple[str, ...]
     num_patches: int
     stored_bytes: int | None
     kind: str | None
@@ -101,7 +101,7 @@ def _entry(store: KVStore, entry: WindowEntry, state: str) -> Listed:
         number=entry.number,
         num_tokens=entry.num_tokens,
         state=state if record is not None else "gone from the store",
-        num_antecedents=len(entry.conditioned_on),
+        conditioned_on=entry.conditioned_on,
         num_patches=len(store.patches_of(key)),
         stored_bytes=None if record is None else record.stored_bytes,
         kind=None if record is None else record.meta.get("kind"),
@@ -115,7 +115,7 @@ def _loose(store: KVStore, record: Record) -> Listed:
         number=0,
         num_tokens=int(record.meta.get("num_tokens", 0)),
         state="in no window",
-        num_antecedents=0,
+        conditioned_on=(),
         num_patches=len(store.patches_of(record.key)),
         stored_bytes=record.stored_bytes,
         kind=record.meta.get("kind"),
@@ -123,8 +123,9 @@ def _loose(store: KVStore, record: Record) -> Listed:
 
 
 def _table(chunks: Sequence[Listed]) -> RenderableType:
+    numbers = {chunk.id: chunk.number for chunk in chunks}
     return table(
-        (">#", "chunk", "id", "kind", ">tokens", "state", ">after", ">patches", ">stored"),
+        (">#", "chunk", "id", "kind", ">tokens", "state", "conditioned on", ">patches", ">stored"),
         (
             (
                 chunk.number or "–",
@@ -133,10 +134,18 @@ def _table(chunks: Sequence[Listed]) -> RenderableType:
                 chunk.kind or "–",
                 chunk.num_tokens,
                 chunk.state,
-                chunk.num_antecedents or "–",
+                brief_numbers([numbers.get(key, 0) for key in chunk.conditioned_on]),
                 chunk.num_patches or "–",
                 format_bytes(chunk.stored_bytes),
             )
             for chunk in chunks
         ),
     )
+
+
+def brief_numbers(numbers: Sequence[int]) -> str:
+    """``1 2 4``, ``1 2 3 … 9`` when there are many, ``?`` for a chunk that the window no longer knows."""
+    shown = [str(number) if number else "?" for number in numbers]
+    if len(shown) > 5:
+        shown = [*shown[:3], "…", shown[-1]]
+    return " ".join(shown) or "nothing"

@@ -173,9 +173,14 @@ def _first_token_line(result: QueryResult) -> str:
         return ttft
     other = result.compare
     how = "re-encoding" if other.full_reencode else "a re-prefill"
-    times = f" ({other.ttft_ms / result.ttft_ms:.3g}x)" if result.ttft_ms > 0 else ""
+    times = f" ({format_ratio(other.ttft_ms / result.ttft_ms)})" if result.ttft_ms > 0 else ""
     same = "same answer" if other.same_answer else f"another answer ({display(other.answer)})"
     return f"{ttft}, against {format_ms(other.ttft_ms)} {how}{times}, {same}, KL {format_number(other.kl)}"
+
+
+def format_ratio(ratio: float) -> str:
+    """``25x``, ``1.8x``, ``0.5x``."""
+    return f"{ratio:.0f}x" if ratio >= 9.95 else f"{ratio:.1f}x"
 
 
 def _made_of_line(result: QueryResult) -> str:

@@ -58,7 +58,7 @@ VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Tracebacks
 
 WindowOption = Annotated[str, typer.Option("--window", metavar="NAME", help="The window")]
 ChunksArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[CHUNK...]", help="Numbers, names or ids", show_default=False)
+    list[str] | None, typer.Argument(metavar="CHUNK", help="Numbers, names or ids", show_default=False)
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, change nothing")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask")]
@@ -139,7 +139,7 @@ class Session:
                 f"there is no store at {str(self.settings.store)!r} yet; `kamera ingest FILE` makes one"
             )
 
-    def consent(self, question: str, *, yes: bool, what: str) -> bool:
+    def consent(self, question: str, *, yes: bool) -> bool:
         """Whether to go on with something that deletes: ``--yes``, or a person who says so.
 
         Raises
@@ -150,7 +150,7 @@ class Session:
         if yes:
             return True
         if not self.output.can_ask():
-            raise UsageError(f"{what} deletes from the store; give --yes, or --dry-run to see the plan")
+            raise UsageError("nobody can be asked here: give --yes to delete, or --dry-run to see the plan")
         return self.output.ask(question)
 
 

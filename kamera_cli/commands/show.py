@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -69,7 +69,7 @@ def is_prefix(text: str) -> bool:
     return 4 <= len(text) <= 32 and all(char in "0123456789abcdef" for char in text.lower())
 
 
-def payload(record: Record, patches: Iterable[Record]) -> dict[str, object]:
+def payload(record: Record, patches: Sequence[Record]) -> dict[str, object]:
     """The fields of ``kamera.show.v1``."""
     return {
         "id": record.id,
@@ -114,7 +114,7 @@ def in_ms(value: object) -> object:
     return value
 
 
-def view(record: Record, patches: Iterable[Record]) -> Iterable[RenderableType]:
+def view(record: Record, patches: Sequence[Record]) -> Iterable[RenderableType]:
     """What people see."""
     yield f"{record.kind} {record.id}  {display(record.meta.get('name', ''))}".rstrip()
     yield table(
@@ -124,6 +124,7 @@ def view(record: Record, patches: Iterable[Record]) -> Iterable[RenderableType]:
             ("size", f"{format_bytes(record.raw_bytes)}, stored in {format_bytes(record.stored_bytes)}"),
             ("patches", " ".join(short_id(patch.id) for patch in patches) or "none"),
         ],
+        header=False,
     )
     yield ""
     yield table(

@@ -259,9 +259,3 @@ def test_without_a_command_the_help_is_shown(cli: Cli) -> None:
     ran = cli()
     assert ran.code == 0
     assert "Commands:" in ran.out
-
-
-def test_store_wide_eviction_asks_for_consent_where_nobody_can_be_asked(cli: Cli, engine: FakeEngine) -> None:
-    ran = cli("evict", "1")
-    assert ran.code == 0
-    assert "window default" in ran.out

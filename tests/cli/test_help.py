@@ -1,0 +1,65 @@
+"""The help texts: every command has one, documents show the current one, and nothing is offered that does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_fakes import Ran
+from help_blocks import refreshed
+
+from kamera_cli.app import help_text
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = (
+    *(
+        "ingest",
+        "compile-patches",
+        "query",
+        "evict",
+        "recall",
+        "bench",
+        "ls",
+        "show",
+        "stats",
+        "verify",
+        "compact",
+    ),
+    *("models", "models check"),
+)
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_help_in_documents_is_what_the_program_prints(document: str) -> None:
+    path = ROOT / document
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    assert text == refreshed(text), f"run: python tests/cli/help_blocks.py {document}"
+
+
+def test_a_block_that_is_out_of_date_is_noticed() -> None:
+    old = "before\n<!-- help:query -->\nold\n<!-- /help -->\nafter <!-- help -->\n<!-- /help -->\n"
+    new = refreshed(old)
+    assert "--max-kl NATS" in new
+    assert "old" not in new
+    assert "Commands:" in new
+    assert refreshed(new) == new
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(cli: Callable[..., Ran], command: str) -> None:
+    ran = cli(*command.split(), "--help")
+    assert ran.code == 0
+    assert f"Usage: kamera {command}" in ran.out
+    assert "--tenant" not in ran.out, "global options are shown once, by kamera --help"
+    assert max(len(line) for line in ran.out.splitlines()) <= 100
+
+
+def test_the_list_of_commands_is_complete_and_not_cut_off() -> None:
+    listing = help_text(width=80)
+    assert all(f"\n  {command.split()[0]} " in listing for command in COMMANDS)
+    assert "..." not in listing.split("Commands:")[1]
+
+
+def test_the_three_variables_of_the_environment_are_named() -> None:
+    assert all(name in help_text() for name in ("KAMERA_STORE", "KAMERA_MODEL", "KAMERA_TENANT"))

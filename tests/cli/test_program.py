@@ -1,0 +1,237 @@
+"""The program as a process: streams, signals, terminals, start-up, and two of them at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from cli_fakes import Ran
+
+Program = Callable[..., Ran]
+KAMERA = (sys.executable, "-m", "kamera_cli")
+
+SLOW_INGEST = """
+import sys, time, types
+from kamera_cli.results import IngestResult, Progress
+
+class Engine:
+    def __init__(self, settings, *, on_progress, on_warning):
+        self.on_progress, self.on_warning = on_progress, on_warning
+    def __enter__(self): return self
+    def __exit__(self, *exc): return None
+    def ingest(self, sources, **options):
+        for done in range({steps}):
+            self.on_progress(Progress("encoding", done, {steps}, "chunks", "clip.mp4"))
+            time.sleep(0.05)
+        print("a library that talks")
+        self.on_warning("something to know")
+        return IngestResult("default", (), (), 1.0)
+
+sys.modules["kamera_cli.engine"] = types.SimpleNamespace(Engine=Engine)
+from kamera_cli.app import main
+sys.exit(main(["--json", "ingest", "clip.mp4"]))
+"""
+
+
+@pytest.fixture
+def notes(tmp_path: Path, program: Program) -> list[str]:
+    """Text files with names of every kind."""
+    names = [f"note {index}.txt" for index in range(3)] + [os.fsdecode(b"bad\xff\nname.txt")]
+    for index, name in enumerate(names):
+        (tmp_path / name).write_text(f"the letter of card number {index}\n", encoding="utf-8")
+    return [str(tmp_path / name) for name in names]
+
+
+def in_terminal(arguments: Sequence[str], **environment: str) -> tuple[int, str, str]:
+    """Run with stderr on a terminal and stdout in a pipe; returns the exit code and both."""
+    outer, inner = pty.openpty()
+    process = subprocess.Popen(
+        arguments, env=os.environ | environment, stdin=inner, stdout=subprocess.PIPE, stderr=inner
+    )
+    os.close(inner)
+    shown = b""
+    while True:
+        ready, _, _ = select.select([outer], [], [], 60)
+        try:
+            piece = os.read(outer, 65536) if ready else b""
+        except OSError:
+            piece = b""
+        if not piece:
+            break
+        shown += piece
+    out = process.stdout.read() if process.stdout else b""
+    os.close(outer)
+    return process.wait(60), out.decode(), shown.decode(errors="replace")
+
+
+def test_bars_are_drawn_on_a_terminal_and_stdout_stays_one_object() -> None:
+    code, out, shown = in_terminal(
+        [sys.executable, "-c", SLOW_INGEST.format(steps=12)], TERM="xterm", COLUMNS="120"
+    )
+    assert code == 0
+    assert json.loads(out)["schema"] == "kamera.ingest.v1"
+    assert "encoding" in shown
+    assert "/12 chunks" in shown
+    assert "chunks/s" in shown
+    assert "kamera: warning: something to know" in shown
+    assert "a library that talks" in shown
+
+
+def test_no_color_is_honoured_on_a_terminal() -> None:
+    arguments = [sys.executable, "-c", SLOW_INGEST.format(steps=4)]
+    _, _, coloured = in_terminal(arguments, TERM="xterm-256color", COLUMNS="120")
+    _, _, plain = in_terminal(arguments, TERM="xterm-256color", COLUMNS="120", NO_COLOR="1")
+    assert "\x1b[38;5" in coloured or "\x1b[3" in coloured
+    assert "\x1b[38;5" not in plain
+    assert "\x1b[32m" not in plain
+
+
+def test_nothing_is_drawn_without_a_terminal() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", SLOW_INGEST.format(steps=3)], capture_output=True, text=True, check=True
+    )
+    assert "encoding" not in ran.stderr
+    assert "\x1b" not in ran.stderr
+    assert json.loads(ran.stdout)
+
+
+def test_ctrl_c_ends_with_130_and_one_line() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_INGEST.format(steps=400)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(3.0)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert json.loads(out)["error"]["exit_code"] == 130
+    assert err.strip() == "kamera: error: interrupted; finished chunks are kept, run it again to go on"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["models"], ["models", "--json"]], ids=" ".join)
+def test_a_closed_pipe_ends_quietly(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(
+        [*KAMERA, *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        check=False,
+    )
+    os.close(writer)
+    assert process.returncode in (0, 141)
+    assert process.stderr == b""
+
+
+def test_a_listing_piped_to_head_ends_quietly(notes: list[str], program: Program) -> None:
+    assert program("--device", "cpu", "ingest", *notes).code == 0
+    assert program("evict", "1", "2", "3").code == 0
+    command = f"{sys.executable} -m kamera_cli recall --list | head -1; echo ${{PIPESTATUS[0]}}"
+    ran = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        check=True,
+    )
+    assert ran.stderr == ""
+    assert ran.stdout.splitlines()[-1] in ("0", "141")
+
+
+def test_closed_streams_do_not_crash(program: Program) -> None:
+    command = f"{sys.executable} -m kamera_cli models >&- 2>&-; echo $?"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert ran.stdout == "0\n"
+
+
+def test_two_ingests_of_one_file_at_once_store_it_once(notes: list[str], program: Program) -> None:
+    command = [*KAMERA, "--device", "cpu", "--json", "ingest", *notes]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    results = [process.communicate(timeout=240) for process in both]
+    assert [process.returncode for process in both] == [0, 0], results
+    stats = program("stats", "--json").json
+    assert stats["kinds"]["chunk"]["count"] == len(notes)
+    (window,) = program("ls", "--json").json["windows"]
+    assert [chunk["number"] for chunk in window["chunks"]] == [1, 2, 3, 4]
+    assert program("verify", "--json").json["ok"] is True
+
+
+AUDIT = """
+import sys
+import socket
+attempts = []
+def refuse(*arguments, **options):
+    attempts.append(arguments)
+    raise OSError(101, "Network is unreachable")
+socket.socket.connect = socket.socket.connect_ex = socket.create_connection = socket.getaddrinfo = refuse
+from kamera_cli.app import run
+code = run(sys.argv[1:])
+heavy = sorted({"torch", "transformers", "torchvision"} & set(sys.modules))
+sys.stderr.write(f"code={code} heavy={heavy} attempts={len(attempts)}")
+"""
+
+
+def audited(*arguments: str, **environment: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-c", AUDIT, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        check=False,
+        timeout=240,
+    )
+    return ran.stderr
+
+
+def test_all_works_offline_and_what_needs_no_model_loads_no_torch(notes: list[str]) -> None:
+    for arguments in (["ingest", *notes[:2]], ["query", "which letter ?", "--compare"]):
+        said = audited("--device", "cpu", *arguments)
+        assert "code=0" in said, said
+        assert "attempts=0" in said, said
+    for arguments in (
+        ["--device", "cpu", "ingest", notes[0]],
+        ["ls"],
+        ["show", "1"],
+        ["stats"],
+        ["verify"],
+        ["evict", "1"],
+        ["recall", "--list"],
+        ["compact"],
+    ):
+        assert "code=0 heavy=[] attempts=0" in audited(*arguments), arguments
+
+
+@pytest.mark.parametrize("offline", ["1", "0"])
+def test_a_model_that_is_not_cached_is_one_line_and_soon(notes: list[str], offline: str) -> None:
+    started = time.monotonic()
+    said = audited("--model", "owner/not-cached", "ingest", notes[0], HF_HUB_OFFLINE=offline)
+    assert time.monotonic() - started < 20
+    assert "code=3" in said, said
+    assert "owner/not-cached" in said
+    assert said.count("\n") == 1
+    if offline == "1":
+        assert "attempts=0" in said
+
+
+def test_start_up_is_quick() -> None:
+    """Processor time, which a busy machine does not change much; the target on the wall is half a second."""
+    for arguments in (["--help"], ["query", "--help"], ["models"]):
+        before = os.times()
+        subprocess.run([*KAMERA, *arguments], stdout=subprocess.DEVNULL, check=True)
+        after = os.times()
+        spent = after.children_user - before.children_user + after.children_system - before.children_system
+        assert spent < 1.0, f"kamera {' '.join(arguments)} took {spent:.2f} s of processor time"
