@@ -32,6 +32,7 @@ FORMAT_VERSION = 1
 DEFAULT_MAP_BYTES = 1 << 30
 _MIN_MAP_BYTES = 1 << 20
 _MAX_READERS = 1024
+_FREE_LIST_BYTES = 16 << 20
 _VERSION_KEY = b"version"
 
 _registry: dict[str, Environment] = {}
@@ -107,22 +108,33 @@ class _Turnstile:
         self._closed = False
         self._own = threading.local()
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
+    def enter(self) -> None:
+        """Begin a transaction; waits while somebody changes the map, unless this thread is inside already."""
         depth = getattr(self._own, "depth", 0)
         if depth == 0:
             with self._condition:
-                self._condition.wait_for(lambda: not self._closed)
+                while self._closed:
+                    self._condition.wait()
                 self._inside += 1
         self._own.depth = depth + 1
+
+    def leave(self) -> None:
+        """End what `enter` began."""
+        self._own.depth -= 1
+        if self._own.depth == 0:
+            with self._condition:
+                self._inside -= 1
+                if self._closed:
+                    self._condition.notify_all()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Both, around a block."""
+        self.enter()
         try:
             yield
         finally:
-            self._own.depth = depth
-            if depth == 0:
-                with self._condition:
-                    self._inside -= 1
-                    self._condition.notify_all()
+            self.leave()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -261,7 +273,7 @@ class Environment:
         short = data.file_bytes < data.needed_bytes
         if short or (alone and not self._gate.sealed(data)):
             # Tail pages that no table uses may never have been written, so a short file alone proves nothing.
-            failure = probe.probe(self.folder, touch_values=short)
+            failure = probe.probe(self.folder, touch_values=short, writable=not self.read_only)
             if failure is not None:
                 expected, found = "a readable tree", failure
                 if short:
@@ -350,26 +362,15 @@ class Environment:
                 env = self._env
         return env
 
-    @contextmanager
-    def read(self) -> Iterator[Transaction]:
-        """A short read transaction.
+    def read(self) -> _Reading:
+        """A short read transaction, as a context manager that gives a `Transaction`.
 
         Raises
         ------
         StoreDamagedError
             If LMDB finds its pages damaged.
         """
-        while True:
-            with self._turnstile.shared(), _translated(self.folder):
-                try:
-                    raw = self._handle().begin(buffers=True)
-                except lmdb.MapResizedError:
-                    raw = None
-                if raw is not None:
-                    with raw:
-                        yield Transaction(raw, self._tables)
-                    return
-            self._adopt()
+        return _Reading(self)
 
     def write(self, action: Callable[[Transaction], T]) -> T:
         """Run an action in one write transaction: all of it is committed or nothing.
@@ -511,6 +512,37 @@ class Environment:
         self._turnstile, self._opening = _Turnstile(), threading.Lock()
 
 
+class _Reading:
+    """One read transaction; a class and not a generator because reads of small layers feel the difference."""
+
+    __slots__ = ("_env", "_raw")
+
+    def __init__(self, env: Environment) -> None:
+        self._env = env
+
+    def __enter__(self) -> Transaction:
+        env = self._env
+        while True:
+            env._turnstile.enter()
+            try:
+                self._raw = env._handle().begin(buffers=True)
+                return Transaction(self._raw, env._tables)
+            except lmdb.MapResizedError:
+                env._turnstile.leave()
+            except BaseException as error:
+                env._turnstile.leave()
+                with _translated(env.folder):
+                    raise error
+            env._adopt()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._raw.abort()
+        self._env._turnstile.leave()
+        if isinstance(error, lmdb.Error):
+            with _translated(self._env.folder):
+                raise error
+
+
 def _rounded(size: int) -> int:
     return -(-size // _MIN_MAP_BYTES) * _MIN_MAP_BYTES
 
@@ -530,29 +562,49 @@ def _remove_scratch(folder: str) -> None:
             shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
 
-def walk(folder: str, touch_values: bool) -> int:
-    """Visit every key of every table, and with `touch_values` the last byte of every value.
+def walk(folder: str, touch_values: bool, writable: bool) -> None:
+    """Visit every key of every table and the list of free pages.
 
     Made for a process that may die from it: nothing protects against damaged pages here.
 
-    Returns
-    -------
-    int
-        Number of keys.
+    Parameters
+    ----------
+    folder : str
+        The store.
+    touch_values : bool
+        Visit the last byte of every value too.
+    writable : bool
+        Whether the list of free pages can be visited: LMDB reads it only for a write, which is given up.
+
+    Raises
+    ------
+    StoreDamagedError
+        If a table has more or fewer keys than it says, or keys out of order.
     """
-    num_keys = 0
-    with lmdb.open(folder, readonly=True, create=False, max_dbs=len(TABLES) + 1) as env:
+    size = max(DEFAULT_MAP_BYTES, 2 * os.stat(os.path.join(folder, guard.DATA_FILE)).st_size)
+    with lmdb.open(
+        folder, map_size=size, readonly=not writable, create=False, max_dbs=len(TABLES) + 1
+    ) as env:
         with env.begin() as raw:
             names = list(raw.cursor().iternext(values=False))
         tables = [env.open_db(name, create=False) for name in names]
-        with env.begin(buffers=True) as raw:
-            for table in tables:
+        for name, table in zip(names, tables, strict=True):
+            num_keys, before = 0, b""
+            with env.begin(buffers=True) as raw:
                 for key, value in raw.cursor(db=table):
-                    num_keys += 1
-                    bytes(key)
+                    key = bytes(key)
                     if touch_values:
                         bytes(value[-1:])
-    return num_keys
+                    if key <= before:
+                        raise StoreDamagedError(folder, f"order of table {name!r}", before.hex(), key.hex())
+                    num_keys, before = num_keys + 1, key
+                expected = raw.stat(table)["entries"]
+            if num_keys != expected:
+                raise StoreDamagedError(folder, f"keys of table {name!r}", expected, num_keys)
+        if writable and tables:
+            with env.begin(write=True) as raw:
+                raw.put(b"\xff" * 32, bytes(_FREE_LIST_BYTES), db=tables[0])
+                raw.abort()
 
 
 def _forget_after_fork() -> None:

@@ -25,13 +25,13 @@ from .errors import (
 from .eviction import EvictionPlan
 from .keys import Identity
 from .records import Record, TensorBytes, decode_header
-from .segments import footprint_bytes
+from .segments import needed_bytes
 from .states import State
 from .stats import Stats, gather
 
 if TYPE_CHECKING:
     from .integrity import CompactReport, VerifyReport
-    from .payload import Prepared
+    from .payload import FetchedLayer, Prepared
 
 DEFAULT_QUOTA_BYTES = 20 << 30
 _DISK_SHARE = 0.8
@@ -285,7 +285,7 @@ class KVStore:
         NoRoomError
             If quota or disk are too small.
         """
-        needed = footprint_bytes(raw_bytes, 4096)
+        needed = needed_bytes(raw_bytes, 4096)
         with self._env.read() as txn:
             quota, used = _quota(txn), txn.used_bytes()
         limit = quota - _reserve(quota)
@@ -376,6 +376,16 @@ class KVStore:
             now = payload.current(txn, record)
             fetched = payload.fetch(txn, now, now.layer_tensors(layer))
         return {info.name: payload.decode(now, info, stored) for info, stored in fetched}
+
+    def fetch_layer(self, records: Iterable[Record], layer: int) -> list[FetchedLayer]:
+        """Copy one layer of many records out of the map in one short transaction, for decoding afterwards.
+
+        Reading and decompressing can so be timed apart, and overlap between layers. Errors as in `read`.
+        """
+        from . import payload
+
+        with self._env.read() as txn:
+            return [payload.fetch_layer(txn, record, layer) for record in records]
 
     def iterate(self, kind: str | None = None, tenant: str | None = None) -> Iterator[Record]:
         """All sound records in id order, in short transactions; damaged ones are skipped with a warning."""
@@ -506,10 +516,10 @@ class KVStore:
         tenant: str | None = None,
         now_s: float | None = None,
     ) -> EvictionPlan:
-        """What would be evicted; see `eviction.plan_eviction`."""
+        """What would be evicted (`eviction.plan_eviction`); `to_bytes` limits `Stats.stored_bytes`."""
         with self._env.read() as txn:
             units, pinned = eviction.group_units(ledger.usages(txn)), states.pinned(txn)
-            used = txn.used_bytes()
+        used = sum(unit.stored_bytes for unit in units)
         stamp = time.time() if now_s is None else float(now_s)
         return eviction.plan_eviction(
             units,

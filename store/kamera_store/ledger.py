@@ -11,7 +11,7 @@ from .environment import Transaction
 from .errors import DamagedError, DamagedRecordWarning, FormatVersionError, UnsupportedDtypeError
 from .records import Record, decode_header
 from .rows import close_row, open_row
-from .segments import footprint_bytes
+from .segments import stored_bytes
 
 CHUNK, ANTECEDENT = b"c", b"a"
 _NUMBERS = struct.Struct("<dddQQ16sBBHH")
@@ -94,7 +94,7 @@ def _links(record: Record) -> Iterator[bytes]:
 
 def usage_of(record: Record, header_bytes: int, last_used_s: float) -> Usage:
     """The row that belongs to a record."""
-    stored = footprint_bytes(record.payload_bytes, header_bytes)
+    stored = stored_bytes(record.payload_bytes, header_bytes)
     return Usage(
         record.key, record.kind, record.tenant, record.unit, references(record)[0],
         record.raw_bytes, stored, record.cost_ms, record.created_s, last_used_s,

@@ -77,7 +77,7 @@ def prepare(
     )  # fmt: skip
     ledger.references(record)
     header = encode_header(record)
-    return Prepared(record, header, tuple(pieces), segments.footprint_bytes(offset, len(header)))
+    return Prepared(record, header, tuple(pieces), segments.needed_bytes(offset, len(header)))
 
 
 def write(txn: Transaction, prepared: Prepared, now_s: float) -> None:
@@ -141,6 +141,30 @@ def decode(record: Record, info: TensorInfo, stored: np.ndarray) -> TensorBytes:
     whole_raw = len(info.planes) == 1 and info.planes[0].codec == RAW
     data = codec.decode(record.key, info, stored)
     return TensorBytes(info.name, info.layer, info.dtype, info.shape, data, "raw" if whole_raw else "auto")
+
+
+@dataclass(frozen=True)
+class FetchedLayer:
+    """Stored bytes of one layer of a record, not yet checked against their checksums."""
+
+    record: Record
+    pieces: list[tuple[TensorInfo, np.ndarray]]
+
+    def decode(self) -> dict[str, TensorBytes]:
+        """Check and decompress: tensors by name.
+
+        Raises
+        ------
+        DamagedError
+            If any check fails.
+        """
+        return {info.name: decode(self.record, info, stored) for info, stored in self.pieces}
+
+
+def fetch_layer(txn: Transaction, record: Record, layer: int) -> FetchedLayer:
+    """Copy the stored bytes of one layer out of the map; errors as in `current`."""
+    now = current(txn, record)
+    return FetchedLayer(now, fetch(txn, now, now.layer_tensors(layer)))
 
 
 def require_sound(txn: Transaction, record: Record) -> None:

@@ -9,11 +9,11 @@ import sys
 _TIMEOUT_S = 300
 _CHILD = (
     "import sys; sys.path[:] = {path!r}; "
-    "from kamera_store.environment import walk; walk({folder!r}, {touch_values!r})"
+    "from kamera_store.environment import walk; walk({folder!r}, {touch_values!r}, {writable!r})"
 )
 
 
-def probe(folder: str, touch_values: bool) -> str | None:
+def probe(folder: str, touch_values: bool, writable: bool) -> str | None:
     """Walk all tables of a store in a child process.
 
     Parameters
@@ -22,13 +22,15 @@ def probe(folder: str, touch_values: bool) -> str | None:
         The store.
     touch_values : bool
         Also touch the end of every value, which a cut file does not survive.
+    writable : bool
+        Also visit the list of free pages, which takes the write lock for a moment.
 
     Returns
     -------
     str or None
         None when the walk came to its end, otherwise what ended it.
     """
-    code = _CHILD.format(path=sys.path, folder=folder, touch_values=touch_values)
+    code = _CHILD.format(path=sys.path, folder=folder, touch_values=touch_values, writable=writable)
     command = [sys.executable, "-I", "-S", "-c", code]
     try:
         done = subprocess.run(

@@ -7,7 +7,8 @@ import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import DamagedError, FormatVersionError, NotAKameraEntryError, UnsupportedDtypeError
 from .keys import checksum64
@@ -26,10 +27,9 @@ ITEM_BYTES: Mapping[str, int] = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
 
-_FIXED = struct.Struct("<8sHHI16s32sddQQIII")
+_FIXED = struct.Struct("<8sHHI16s32sddQQIIIHH")
 _LENGTH = struct.Struct("<H")
-_ENTRY = struct.Struct("<iBBBB")
-_ENTRY_NUMBERS = struct.Struct("<QQQQ")
+_ENTRY = struct.Struct("<HHiBBHQQQQ")
 _PLANE = struct.Struct("<BBBBQ")
 _CHECKSUM = struct.Struct("<Q")
 _MAX_NAME_BYTES = 4096
@@ -126,8 +126,7 @@ class TensorBytes:
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True, slots=True)
-class Plane:
+class Plane(NamedTuple):
     """Bytes ``start .. start + width`` of every element, stored together."""
 
     start: int
@@ -136,8 +135,7 @@ class Plane:
     stored_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """A row of a record's tensor table.
 
     Attributes
@@ -314,23 +312,32 @@ def _text(value: str, what: str) -> bytes:
 
 
 def encode_header(record: Record) -> bytes:
-    """Header bytes of a record, its checksum included."""
+    """Header bytes of a record, its checksum included.
+
+    Raises
+    ------
+    ValueError
+        If a name is too long or the meta is not strict JSON.
+    """
     meta = strict_json(record.meta)
-    body = [_text(record.kind, "kind"), _text(record.tenant, "tenant"), _text(record.unit, "unit"), meta]
+    words = list(dict.fromkeys(word for info in record.tensors for word in (info.name, info.dtype)))
+    place = {word: index for index, word in enumerate(words)}
+    rows, sizes, planes = [], [], []
     for info in record.tensors:
-        body.append(_text(info.name, "tensor name"))
-        body.append(_text(info.dtype, "dtype"))
-        body.append(_ENTRY.pack(info.layer, len(info.shape), len(info.planes), 0, 0))
-        body.append(struct.pack(f"<{len(info.shape)}Q", *info.shape))
-        body.append(_ENTRY_NUMBERS.pack(info.raw_bytes, info.offset, info.stored_bytes, info.checksum))
-        body.extend(
-            _PLANE.pack(plane.start, plane.width, plane.codec, 0, plane.stored_bytes) for plane in info.planes
-        )
+        numbers = (info.raw_bytes, info.offset, info.stored_bytes, info.checksum)
+        words_at = (place[info.name], place[info.dtype])
+        rows.append(_ENTRY.pack(*words_at, info.layer, len(info.shape), len(info.planes), 0, *numbers))
+        sizes.extend(info.shape)
+        planes.extend(_PLANE.pack(*plane[:3], 0, plane.stored_bytes) for plane in info.planes)
+    body = [_text(record.kind, "kind"), _text(record.tenant, "tenant"), _text(record.unit, "unit")]
+    body.extend(_text(word, "tensor name") for word in words)
+    body.extend((meta, *rows, struct.pack(f"<{len(sizes)}Q", *sizes), *planes))
     tail = b"".join(body)
     num_bytes = _FIXED.size + len(tail) + _CHECKSUM.size
     fixed = _FIXED.pack(
         MAGIC, VERSION, 0, num_bytes, record.key, record.digest, record.created_s, record.cost_ms,
-        record.raw_bytes, record.payload_bytes, record.num_segments, len(record.tensors), len(meta),
+        record.raw_bytes,
+        record.payload_bytes, record.num_segments, len(record.tensors), len(meta), len(words), 0,
     )  # fmt: skip
     return fixed + tail + _CHECKSUM.pack(checksum64((fixed, tail)))
 
@@ -352,11 +359,8 @@ class _Cursor:
             raise DamagedError(self.key, f"header ({what})", f"at most {self.end} bytes", self.at)
         return at
 
-    def unpack(self, layout: struct.Struct, what: str) -> tuple[Any, ...]:
-        return layout.unpack_from(self.data, self.take(layout.size, what))
-
     def text(self, what: str) -> str:
-        (length,) = self.unpack(_LENGTH, what)
+        (length,) = _LENGTH.unpack_from(self.data, self.take(_LENGTH.size, what))
         at = self.take(length, what)
         try:
             return self.data[at : at + length].decode()
@@ -393,7 +397,7 @@ def decode_header(key: bytes, value: bytes | memoryview) -> Record:
     if len(data) < _FIXED.size + _CHECKSUM.size:
         raise DamagedError(key, "header length", f"at least {_FIXED.size + _CHECKSUM.size}", len(data))
     (_, version, reserved, num_bytes, own_key, digest, created_s, cost_ms, raw_bytes, payload_bytes,
-     num_segments, num_tensors, meta_bytes) = _FIXED.unpack_from(data)  # fmt: skip
+     num_segments, num_tensors, meta_bytes, num_words, reserved_too) = _FIXED.unpack_from(data)  # fmt: skip
     end = len(data) - _CHECKSUM.size
     stored_checksum = header_checksum(data)
     checksum = checksum64((memoryview(data)[:end],))
@@ -401,15 +405,16 @@ def decode_header(key: bytes, value: bytes | memoryview) -> Record:
         raise DamagedError(key, "header checksum", f"{stored_checksum:016x}", f"{checksum:016x}")
     if version != VERSION:
         raise FormatVersionError(version, VERSION, f"record {key.hex()[:10]}")
-    if num_bytes != len(data) or reserved:
+    if num_bytes != len(data) or reserved or reserved_too:
         raise DamagedError(key, "header length", num_bytes, len(data))
     if own_key != bytes(key):
         raise DamagedError(key, "key in header", bytes(key).hex(), own_key.hex())
     cursor = _Cursor(data, _FIXED.size, end, bytes(key))
     kind, tenant, unit = cursor.text("kind"), cursor.text("tenant"), cursor.text("unit")
+    words = [cursor.text("tensor name") for _ in range(num_words)]
     at = cursor.take(meta_bytes, "meta")
     meta = parse_json(data[at : at + meta_bytes], key, "header (meta)")
-    tensors = tuple(_decode_entry(cursor) for _ in range(num_tensors))
+    tensors = _decode_table(cursor, num_tensors, words)
     if cursor.at != end:
         raise DamagedError(key, "header length", f"{cursor.at} bytes used", end)
     record = Record(
@@ -420,21 +425,38 @@ def decode_header(key: bytes, value: bytes | memoryview) -> Record:
     return record
 
 
-def _decode_entry(cursor: _Cursor) -> TensorInfo:
-    name, dtype = cursor.text("tensor name"), cursor.text("dtype")
-    layer, num_dimensions, num_planes, zero, zero_too = cursor.unpack(_ENTRY, "tensor")
-    if zero or zero_too or num_dimensions > _MAX_DIMENSIONS:
-        raise DamagedError(cursor.key, "tensor table", "known flags", (zero, zero_too, num_dimensions))
-    at = cursor.take(8 * num_dimensions, "shape")
-    shape = struct.unpack_from(f"<{num_dimensions}Q", cursor.data, at)
-    raw_bytes, offset, stored_bytes, checksum = cursor.unpack(_ENTRY_NUMBERS, "tensor")
+def _decode_table(cursor: _Cursor, num_tensors: int, words: list[str]) -> tuple[TensorInfo, ...]:
+    at = cursor.take(num_tensors * _ENTRY.size, "tensor table")
+    rows = list(_ENTRY.iter_unpack(memoryview(cursor.data)[at : cursor.at]))
+    num_sizes, num_planes = sum(row[3] for row in rows), sum(row[4] for row in rows)
+    sizes = struct.unpack_from(f"<{num_sizes}Q", cursor.data, cursor.take(8 * num_sizes, "shapes"))
+    at = cursor.take(num_planes * _PLANE.size, "planes")
     planes = []
-    for _ in range(num_planes):
-        start, width, codec, zero, plane_bytes = cursor.unpack(_PLANE, "plane")
+    for start, width, codec, zero, stored_bytes in _PLANE.iter_unpack(
+        memoryview(cursor.data)[at : cursor.at]
+    ):
         if zero or codec not in (RAW, ZSTD):
-            raise DamagedError(cursor.key, "tensor table", "codec 0 or 1", codec)
-        planes.append(Plane(start, width, codec, plane_bytes))
-    return TensorInfo(name, layer, dtype, shape, raw_bytes, offset, stored_bytes, checksum, tuple(planes))
+            raise DamagedError(cursor.key, "plane", "codec 0 or 1", codec)
+        planes.append(Plane(start, width, codec, stored_bytes))
+    tensors, size_at, plane_at = [], 0, 0
+    for name, dtype, layer, num_dimensions, own_planes, zero, *numbers in rows:
+        if zero or name >= len(words) or dtype >= len(words):
+            raise DamagedError(cursor.key, "tensor table", f"{len(words)} words", (name, dtype, zero))
+        shape, size_at = sizes[size_at : size_at + num_dimensions], size_at + num_dimensions
+        layout, plane_at = tuple(planes[plane_at : plane_at + own_planes]), plane_at + own_planes
+        tensors.append(TensorInfo(words[name], layer, words[dtype], shape, *numbers, layout))
+    return tuple(tensors)
+
+
+@lru_cache(maxsize=256)
+def _covers(spans: tuple[tuple[int, int], ...], size: int) -> bool:
+    """Whether spans of (start, width) cover an element of so many bytes without gap or overlap."""
+    at = 0
+    for start, width in sorted(spans):
+        if start != at or not width:
+            return False
+        at += width
+    return at == size
 
 
 def _require_table(record: Record, raw_bytes: int) -> None:
@@ -444,24 +466,24 @@ def _require_table(record: Record, raw_bytes: int) -> None:
         size = ITEM_BYTES.get(info.dtype)
         if size is None:
             raise UnsupportedDtypeError(info.dtype)
-        what = f"tensor table ({info.name}, layer {info.layer})"
-        if math.prod(info.shape) * size != info.raw_bytes:
-            raise DamagedError(record.key, what, f"{math.prod(info.shape) * size} bytes", info.raw_bytes)
+        expected, planes = math.prod(info.shape) * size, info.planes
+        if expected != info.raw_bytes:
+            raise _table_error(record, info, f"{expected} bytes", info.raw_bytes)
         if info.offset != offset:
-            raise DamagedError(record.key, what, f"offset {offset}", info.offset)
-        covered = sorted((plane.start, plane.start + plane.width) for plane in info.planes)
-        edges = [0] + [end for _, end in covered]
-        if info.raw_bytes and (
-            edges[-1] != size or any(start != edges[i] for i, (start, _) in enumerate(covered))
-        ):
-            raise DamagedError(record.key, what, f"planes that cover {size} bytes", covered)
-        if sum(plane.stored_bytes for plane in info.planes) != info.stored_bytes:
-            raise DamagedError(record.key, what, f"{info.stored_bytes} bytes", "planes of another sum")
+            raise _table_error(record, info, f"offset {offset}", info.offset)
+        if expected and not _covers(tuple((plane.start, plane.width) for plane in planes), size):
+            raise _table_error(record, info, f"planes that cover {size} bytes", planes)
+        if sum(plane.stored_bytes for plane in planes) != info.stored_bytes:
+            raise _table_error(record, info, f"{info.stored_bytes} bytes", "planes of another sum")
         offset += info.stored_bytes
     if offset != record.payload_bytes:
         raise DamagedError(record.key, "payload length", record.payload_bytes, offset)
     if record.raw_bytes != raw_bytes:
         raise DamagedError(record.key, "raw length", raw_bytes, record.raw_bytes)
+
+
+def _table_error(record: Record, info: TensorInfo, expected: object, found: object) -> DamagedError:
+    return DamagedError(record.key, f"tensor table ({info.name}, layer {info.layer})", expected, found)
 
 
 def sort_tensors(tensors: Iterable[TensorBytes]) -> list[TensorBytes]:

@@ -35,14 +35,24 @@ def value_bytes(data_bytes: int) -> int:
     return next(count for count in CLASS_PAGES if count >= pages) * PAGE_BYTES - PAGE_HEADER_BYTES
 
 
-def footprint_bytes(payload_bytes: int, header_bytes: int) -> int:
-    """Pages that a record takes, in bytes, with the tree pages that it can touch (an upper bound)."""
+def _database_bytes(size: int) -> int:
+    """What a value takes in the data file: its size inside a leaf page, or whole pages of its own."""
+    if size <= INLINE_BYTES:
+        return size
+    return -(-(size + PAGE_HEADER_BYTES) // PAGE_BYTES) * PAGE_BYTES
+
+
+def stored_bytes(payload_bytes: int, header_bytes: int) -> int:
+    """What a record takes in the data file, padding included, tree pages not."""
     full, rest = divmod(payload_bytes, DATA_BYTES)
-    pages = full * CLASS_PAGES[-1] + (
-        -(-(value_bytes(rest) + PAGE_HEADER_BYTES) // PAGE_BYTES) if rest else 0
-    )
-    pages += -(-(header_bytes + PAGE_HEADER_BYTES) // PAGE_BYTES)
-    return (pages + 4 + num_segments(payload_bytes) // 32) * PAGE_BYTES
+    tail = _database_bytes(value_bytes(rest)) if rest else 0
+    return full * CLASS_PAGES[-1] * PAGE_BYTES + tail + _database_bytes(header_bytes)
+
+
+def needed_bytes(payload_bytes: int, header_bytes: int) -> int:
+    """Upper bound for what writing a record adds to the pages in use, tree pages included."""
+    tree_pages = 4 + num_segments(payload_bytes) // 32
+    return stored_bytes(payload_bytes, header_bytes) + tree_pages * PAGE_BYTES
 
 
 def segment_key(key: bytes, index: int) -> bytes:
@@ -76,12 +86,12 @@ def cut(
         used = min(DATA_BYTES, payload_bytes - index * DATA_BYTES)
         value = full if used == DATA_BYTES else bytearray(value_bytes(used))
         HEADER.pack_into(value, 0, MAGIC, index, used, key, digest[:4])
-        at, end = HEADER.size, HEADER.size + used
+        target, at, end = memoryview(value), HEADER.size, HEADER.size + used
         while at < end:
             while not len(piece):
                 piece = memoryview(next(source)).cast("B")
             step = min(len(piece), end - at)
-            value[at : at + step] = piece[:step]
+            target[at : at + step] = piece[:step]
             piece = piece[step:]
             at += step
         yield value
