@@ -130,10 +130,12 @@ def _found(
 
 
 def _serves(record: Record, options: PatchOptions) -> bool:
-    if record.meta["request"] == options.request:
+    """Whether a stored patch is what was asked for, or the same with more directions, which a reader can leave out."""
+    kept, wanted = record.meta["request"], options.request
+    if kept == wanted:
         return True
-    fixed = isinstance(options.rank, int) and options.factor_dtype == record.meta["request"]["factor_dtype"]
-    return fixed and min(record.meta["ranks"], default=0) >= options.rank
+    fixed = isinstance(kept["rank"], int) and isinstance(wanted["rank"], int)
+    return fixed and kept["rank"] >= wanted["rank"] and kept["factor_dtype"] == wanted["factor_dtype"]
 
 
 def _form_chain(

@@ -47,7 +47,7 @@ def prompt_format(renderer: object, *, media: tuple[str, ...], bos: str) -> Prom
         The template rewrites, drops or reorders the items, so chunks cannot be placed one by one.
     """
     if getattr(renderer, "chat_template", None) is None:
-        return PromptFormat(bos, {}, "\n\n", "\n")
+        return PromptFormat(bos, {}, "\n\nQuestion: ", "\nAnswer:")
     rich_content = "image" in media
     preamble, between, suffix = _split(renderer, [], rich_content)
     blocks = {}

@@ -1,0 +1,81 @@
+"""Sources of a window for each family, and what a query computed, seen from outside."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from plain_model import greedy, next_logits, whole_prompt
+from tiny_models import write_noise_image, write_noise_video, write_passage
+
+QUESTION = "which letter goes with the red circle?"
+NUM_NEW = 8
+
+
+def write_sources(family: str, folder: Path, *, num_words: int = 20) -> list[Path]:
+    """Three sources of one chunk each; all three have equally many tokens, so that one rank is full for all."""
+    if family != "qwen2_5_vl":
+        return [write_passage(folder / f"{name}.txt", num_words, seed) for seed, name in enumerate("abc")]
+    return [
+        write_noise_video(folder / "a.mp4", 1, seconds=2),
+        write_noise_image(folder / "b.png", 2, width=112),
+        write_noise_image(folder / "c.png", 3, width=56, height=112),
+    ]
+
+
+def ingest(engine, family: str, folder: Path, **options) -> None:
+    """Three chunks, numbered 1, 2 and 3, in the default window."""
+    result = engine.ingest(write_sources(family, folder), **options)
+    assert [chunk.number for chunk in result.chunks] == [1, 2, 3], result
+
+
+def model_inputs(engine, numbers: list[str]) -> list:
+    """What the model sees of some chunks, made again from their sources."""
+    from kamera_cli.jobs.compare import reopen
+
+    chunks = {str(entry.number): entry for entry in engine.window().entries}
+    records = [engine.store.get(bytes.fromhex(chunks[number].chunk)) for number in numbers]
+    return reopen(engine, records)
+
+
+def reference(engine, numbers: list[str], question: str = QUESTION) -> tuple[torch.Tensor, str]:
+    """Next-token logits and greedy answer of the plain model over the whole prompt."""
+    runner = engine.runner
+    ids, inputs = whole_prompt(runner, model_inputs(engine, numbers), question)
+    tokens = greedy(runner.model, ids, NUM_NEW, **inputs)
+    answer = runner.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    return next_logits(runner.model, ids, **inputs), answer
+
+
+@contextmanager
+def first_logits(engine) -> Iterator[list[torch.Tensor]]:
+    """Collects the logits of each prompt's last token that assembled caches were extended by."""
+    runner, seen = engine.runner, []
+    extend = runner.extend
+
+    def spy(cache, embeddings, positions):
+        logits = extend(cache, embeddings, positions)
+        if embeddings.shape[0] > 1:
+            seen.append(logits.clone())
+        return logits
+
+    runner.extend = spy
+    try:
+        yield seen
+    finally:
+        del runner.extend
+
+
+def content(store) -> dict[str, str]:
+    """Digest of meta and tensor bytes of every record, by id; times of work and of day left out."""
+    found = {}
+    for record in store.iterate():
+        proof = hashlib.sha256(repr((record.kind, sorted(record.meta.get("chunks", []), key=str))).encode())
+        for (name, layer), tensor in sorted(store.read(record).items()):
+            proof.update(repr((name, layer, tensor.dtype, tensor.shape)).encode())
+            proof.update(bytes(tensor.view()))
+        found[record.id] = f"{record.kind} {proof.hexdigest()}"
+    return found
