@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kamera_cli.errors import UsageError
+from kamera_cli.errors import KameraError, UsageError
 from kamera_cli.jobs.ingest import IngestOptions, chunk_name, report
+from kamera_cli.media.errors import MediaError
 from kamera_cli.media.source import MediaChunk, Sampling, SourceInfo, chunks, inspect, num_chunks, printable
 from kamera_cli.model.runner import ChunkInputs, ModelRunner
 from kamera_cli.results import IngestedChunk, IngestedSource
@@ -59,6 +60,8 @@ def encode_source(
 ) -> tuple[IngestedSource, tuple[Record, ...]]:
     """Encode what the store does not hold yet, and enter the source in the index.
 
+    With ``partial``, a file that is damaged further on counts as what could be read of it.
+
     Raises
     ------
     MediaError
@@ -70,55 +73,83 @@ def encode_source(
     """
     info = inspect(path)
     if info.content_sha256 != content:
-        raise UsageError(f"{info.path} changed while it was being read; ingest it again when it is finished")
-    if not options.dry_run:
-        engine.ensure_self_tested()
-    runner = engine.runner
-    library = engine.library
+        raise MediaError(path, "it changed while it was being read", "ingest it again when it is finished")
     kinds = engine.checkpoint.architecture.media
     if info.kind not in kinds:
         raise UsageError(
             f"model {engine.checkpoint.label} takes {', '.join(kinds)}, not {info.kind}: {info.path}"
         )
+    if not options.dry_run:
+        engine.ensure_self_tested()
+    runner = engine.runner
     total = num_chunks(info, sampling(options, runner)) if info.kind != "text" else None
-    spent = {"decode": 0.0, "encode": 0.0, "prefill": 0.0, "write": 0.0}
-    results: list[IngestedChunk] = []
-    records: list[Record] = []
-    warned = False
+    encoder = _Encoder(engine, path, info, options, identity.id)
+    notes = info.notes
     report(engine, 0, total, info.path)
     clock = time.perf_counter()
-    for chunk, inputs in model_inputs(runner, path, info, options):
-        spent["decode"] += 1e3 * (time.perf_counter() - clock)
-        warned = warned or _warn_coarse_time(engine, inputs)
-        key = library.chunk_identity(inputs)
-        meta = _meta(engine, path, info, chunk, options)
-        record = engine.store.find(key, tenant=library.tenant)
-        outcome = "found"
-        if record is None and options.dry_run:
-            outcome = "planned"
-        elif record is None:
-            outcome = "encoded"
-            engine.store.check_room(chunk_bytes(runner, inputs.num_tokens))
-            encoded = runner.encode(inputs)
-            spent["encode"] += encoded.vision_ms
-            spent["prefill"] += encoded.prefill_ms
-            writing = time.perf_counter()
-            library.put_chunk(key, inputs, encoded, unit=identity.id, meta=meta)
-            record = engine.store.find(key, tenant=library.tenant)
-            spent["write"] += 1e3 * (time.perf_counter() - writing)
-        if record is not None:
-            records.append(record)
-        results.append(
-            _result(runner, key, inputs, record, outcome, chunk_name(meta, options.name), meta["source"])
-        )
-        report(engine, len(results), total, info.path)
-        clock = time.perf_counter()
-    if not results:
+    try:
+        for chunk, inputs in model_inputs(runner, path, info, options):
+            encoder.spent["decode"] += 1e3 * (time.perf_counter() - clock)
+            encoder.add(chunk, inputs)
+            report(engine, len(encoder.results), total, info.path)
+            clock = time.perf_counter()
+    except MediaError as error:
+        if not (options.partial and encoder.results):
+            raise
+        notes = (*notes, f"only the first {len(encoder.results)} chunks: {error.reason}")
+    if not encoder.results:
         raise UsageError(f"{info.path} holds no token for this model")
     if not options.dry_run:
-        _index(engine, identity, info, options, records)
-    times = {f"{name}_ms": value for name, value in spent.items()}
-    return IngestedSource(path, info.kind, tuple(results), False, info.notes, **times), tuple(records)
+        _index(engine, identity, info, options, notes, encoder.records)
+    times = {f"{name}_ms": value for name, value in encoder.spent.items()}
+    source = IngestedSource(path, info.kind, tuple(encoder.results), False, notes, **times)
+    return source, tuple(encoder.records)
+
+
+class _Encoder:
+    """Takes chunks of one source one at a time: finds or encodes each, and keeps count."""
+
+    def __init__(
+        self, engine: Engine, path: str, info: SourceInfo, options: IngestOptions, unit: str
+    ) -> None:
+        self.results: list[IngestedChunk] = []
+        self.records: list[Record] = []
+        self.spent = {"decode": 0.0, "encode": 0.0, "prefill": 0.0, "write": 0.0}
+        self._engine, self._path, self._info, self._options, self._unit = engine, path, info, options, unit
+        self._warned = False
+
+    def add(self, chunk: MediaChunk, inputs: ChunkInputs) -> None:
+        """Find a chunk by what the model would see of it, or encode and store it."""
+        engine = self._engine
+        self._warned = self._warned or _warn_coarse_time(engine, inputs)
+        identity = engine.library.chunk_identity(inputs)
+        meta = _meta(engine, self._path, self._info, chunk, self._options)
+        record = engine.store.find(identity, tenant=engine.settings.tenant)
+        outcome = "found"
+        if record is None:
+            outcome = "planned" if self._options.dry_run else "encoded"
+            engine.store.check_room(chunk_bytes(engine.runner, inputs.num_tokens))
+        if outcome == "encoded":
+            record = self._encode(identity, inputs, meta)
+        if record is not None:
+            self.records.append(record)
+        name = chunk_name(meta, self._options.name)
+        self.results.append(_result(engine.runner, identity, inputs, record, outcome, name, meta["source"]))
+
+    def _encode(self, identity: Identity, inputs: ChunkInputs, meta: dict) -> Record:
+        engine = self._engine
+        encoded = engine.runner.encode(inputs)
+        self.spent["encode"] += encoded.vision_ms
+        self.spent["prefill"] += encoded.prefill_ms
+        writing = time.perf_counter()
+        engine.library.put_chunk(identity, inputs, encoded, unit=self._unit, meta=meta)
+        record = engine.store.find(identity, tenant=engine.settings.tenant)
+        if record is None:
+            raise KameraError(
+                f"chunk {meta['name']} was not stored: its key {identity.id} belongs to other content"
+            )
+        self.spent["write"] += 1e3 * (time.perf_counter() - writing)
+        return record
 
 
 def chunk_bytes(runner: ModelRunner, num_tokens: int) -> int:
@@ -133,7 +164,7 @@ def chunk_bytes(runner: ModelRunner, num_tokens: int) -> int:
 
 def _meta(engine: Engine, path: str, info: SourceInfo, chunk: MediaChunk, options: IngestOptions) -> dict:
     source = {
-        "path": info.path,
+        "path": _reopenable(path, info),
         "sha256": info.content_sha256,
         "index": chunk.index,
         "start_s": chunk.start_s,
@@ -155,6 +186,16 @@ def _meta(engine: Engine, path: str, info: SourceInfo, chunk: MediaChunk, option
     }
 
 
+def _reopenable(path: str, info: SourceInfo) -> str:
+    """The absolute path; for a name that is not UTF-8 its printable form, which opens nothing."""
+    absolute = os.path.abspath(path)
+    try:
+        absolute.encode()
+    except UnicodeEncodeError:
+        return info.path
+    return absolute
+
+
 def _result(
     runner: ModelRunner,
     key: Identity,
@@ -172,14 +213,19 @@ def _result(
 
 
 def _index(
-    engine: Engine, identity: Identity, info: SourceInfo, options: IngestOptions, records: list[Record]
+    engine: Engine,
+    identity: Identity,
+    info: SourceInfo,
+    options: IngestOptions,
+    notes: tuple[str, ...],
+    records: list[Record],
 ) -> None:
     listed = [{"key": record.id, "digest": record.digest.hex()} for record in records]
     meta = {
         "kind": info.kind,
         "path": info.path,
         "sha256": info.content_sha256,
-        "notes": list(info.notes),
+        "notes": list(notes),
         "chunks": listed,
         "parameters": options.parameters(engine.checkpoint),
         "fingerprint": engine.fingerprint,

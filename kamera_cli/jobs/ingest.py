@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from kamera_cli.errors import RefusedError, UsageError
 from kamera_cli.media.errors import MediaError
-from kamera_cli.media.rules import RULES
+from kamera_cli.media.files import content_sha256
+from kamera_cli.media.rules import RULES, decoder_versions
 from kamera_cli.model.checkpoint import Checkpoint
 from kamera_cli.results import (
     IngestedChunk,
@@ -27,7 +27,7 @@ from kamera_cli.results import (
 )
 from kamera_cli.window import SPACE, appended, load_window, update_window
 from kamera_store.errors import KameraStoreError
-from kamera_store.keys import Identity, file_sha256, source_identity
+from kamera_store.keys import Identity, source_identity
 from kamera_store.records import Record
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class IngestOptions:
             "max_pixels": self.max_pixels,
             "chunk_tokens": self.chunk_tokens,
             "rules": RULES,
-            "av": version("av"),
+            "decoders": decoder_versions(),
             "processor": checkpoint.processor_digest,
         }
 
@@ -82,7 +82,9 @@ def ingest(engine: Engine, sources: Sequence[str], window: str, options: IngestO
         except MediaError as error:
             if len(sources) == 1:
                 raise
-            failures.append(SourceFailure(path, error.reason))
+            failures.append(
+                SourceFailure(path, error.reason if not error.hint else f"{error.reason}; {error.hint}")
+            )
             continue
         done.append(source)
         entries += [_entry(record, options.name) for record in records]
@@ -124,10 +126,7 @@ def _one(
     engine: Engine, path: str, options: IngestOptions, fingerprint: str
 ) -> tuple[IngestedSource, tuple[Record, ...]]:
     tenant = engine.settings.tenant
-    try:
-        content = file_sha256(path)
-    except OSError as error:
-        raise MediaError(path, f"it cannot be read ({error.strerror or error})") from error
+    content = content_sha256(path)
     identity = source_identity(
         content_sha256=content,
         parameters=options.parameters(engine.checkpoint),
