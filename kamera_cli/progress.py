@@ -12,16 +12,21 @@ from rich.text import Text
 from kamera_cli.results import Progress
 from kamera_cli.text import display, format_bytes
 
+MAX_BARS = 3
+"""Bars at once: a batch of many files must not fill the terminal."""
+
+MAX_LABEL = 44
+
 
 class Bars:
     """One bar for each ``what``; a context manager that leaves nothing behind on the terminal.
 
-    ``console`` is where a line can be printed above the bars.
+    ``console`` is where a line can be printed above the bars, ``progress`` holds one task for each bar.
     """
 
     def __init__(self, err: TextIO) -> None:
         self.console = Console(file=err, markup=False, highlight=False, emoji=False)
-        self._progress = RichProgress(
+        self.progress = RichProgress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=28),
             _Amount(),
@@ -35,19 +40,27 @@ class Bars:
         self._tasks: dict[str, int] = {}
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        self.progress.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
+        self.progress.stop()
 
     def __call__(self, step: Progress) -> None:
+        """Draw a step: a new bar for a new ``what``, of which the latest few stay."""
         fields = {"unit": step.unit, "detail": display(step.detail)}
         task = self._tasks.get(step.what)
         if task is None:
-            task = self._progress.add_task(step.what, total=step.total, **fields)
+            while len(self._tasks) >= MAX_BARS:
+                self.progress.remove_task(self._tasks.pop(next(iter(self._tasks))))
+            task = self.progress.add_task(shortened(display(step.what)), total=step.total, **fields)
             self._tasks[step.what] = task
-        self._progress.update(task, completed=step.done, total=step.total, **fields)
+        self.progress.update(task, completed=step.done, total=step.total, **fields)
+
+
+def shortened(label: str) -> str:
+    """``label``, or its end when it is long: the end of a path tells files apart."""
+    return label if len(label) <= MAX_LABEL else f"…{label[1 - MAX_LABEL :]}"
 
 
 class _Amount(ProgressColumn):

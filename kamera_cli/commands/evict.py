@@ -112,8 +112,8 @@ def evict_from_store(
 
     Raises
     ------
-    UsageError
-        If nobody can be asked and ``--yes`` was not given.
+    KameraError
+        If nobody can be asked and ``--yes`` was not given, or if the answer is no.
     """
     if to is None and older_than is None:
         return None, 0
@@ -124,8 +124,7 @@ def evict_from_store(
         if dry_run or not plan.units:
             return plan, 0
         question = f"delete {count(len(plan.units), 'unit')}, {format_bytes(plan.freed_bytes)}?"
-        if not session.consent(question, yes=yes):
-            raise typer.Abort
+        session.require_consent(question, yes=yes)
         return plan, store.evict(plan)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kamera_cli.errors import NotFoundError, UsageError
+from kamera_cli.errors import KameraError, NotFoundError, UsageError
 from kamera_cli.output import Output
 from kamera_cli.settings import Attention, Device, Dtype, Settings
 from kamera_cli.text import format_bytes
@@ -139,19 +139,22 @@ class Session:
                 f"there is no store at {str(self.settings.store)!r} yet; `kamera ingest FILE` makes one"
             )
 
-    def consent(self, question: str, *, yes: bool) -> bool:
-        """Whether to go on with something that deletes: ``--yes``, or a person who says so.
+    def require_consent(self, question: str, *, yes: bool) -> None:
+        """Go on only with ``--yes`` or when a person says yes.
 
         Raises
         ------
         UsageError
-            If nobody can be asked and ``--yes`` was not given.
+            If nobody can be asked.
+        KameraError
+            If the person does not say yes.
         """
         if yes:
-            return True
+            return
         if not self.output.can_ask():
             raise UsageError("nobody can be asked here: give --yes to delete, or --dry-run to see the plan")
-        return self.output.ask(question)
+        if not self.output.ask(question):
+            raise KameraError("nothing was deleted")
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:

@@ -40,7 +40,9 @@ def view(path: Path, found: Stats) -> Iterable[RenderableType]:
                 share.count,
                 format_bytes(share.raw_bytes),
                 format_bytes(share.stored_bytes),
-                f"{share.raw_bytes / share.stored_bytes:.2f}" if share.stored_bytes else "–",
+                f"{share.raw_bytes / share.stored_bytes:.2f}"
+                if share.raw_bytes and share.stored_bytes
+                else "–",
             )
             for name, share in (*rows, ("all", found))
         ),

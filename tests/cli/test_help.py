@@ -38,10 +38,10 @@ def test_help_in_documents_is_what_the_program_prints(document: str) -> None:
 
 
 def test_a_block_that_is_out_of_date_is_noticed() -> None:
-    old = "before\n<!-- help:query -->\nold\n<!-- /help -->\nafter <!-- help -->\n<!-- /help -->\n"
+    old = "before\n<!-- help:query -->\nstale\n<!-- /help -->\nafter <!-- help -->\n<!-- /help -->\n"
     new = refreshed(old)
     assert "--max-kl NATS" in new
-    assert "old" not in new
+    assert "stale" not in new
     assert "Commands:" in new
     assert refreshed(new) == new
 

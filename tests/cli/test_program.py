@@ -51,13 +51,14 @@ def notes(tmp_path: Path, program: Program) -> list[str]:
     return [str(tmp_path / name) for name in names]
 
 
-def in_terminal(arguments: Sequence[str], **environment: str) -> tuple[int, str, str]:
-    """Run with stderr on a terminal and stdout in a pipe; returns the exit code and both."""
+def in_terminal(arguments: Sequence[str], typed: bytes = b"", **environment: str) -> tuple[int, str, str]:
+    """Run with stdin and stderr on a terminal and stdout in a pipe; returns the exit code and both."""
     outer, inner = pty.openpty()
     process = subprocess.Popen(
         arguments, env=os.environ | environment, stdin=inner, stdout=subprocess.PIPE, stderr=inner
     )
     os.close(inner)
+    os.write(outer, typed)
     shown = b""
     while True:
         ready, _, _ = select.select([outer], [], [], 60)
@@ -93,6 +94,30 @@ def test_no_color_is_honoured_on_a_terminal() -> None:
     assert "\x1b[38;5" in coloured or "\x1b[3" in coloured
     assert "\x1b[38;5" not in plain
     assert "\x1b[32m" not in plain
+
+
+def test_many_files_do_not_fill_the_terminal_with_bars() -> None:
+    from io import StringIO
+
+    from kamera_cli.progress import MAX_BARS, Bars
+    from kamera_cli.results import Progress
+
+    with Bars(StringIO()) as bars:
+        for index in range(20):
+            bars(Progress(f"/a/long/path/{index}/clip.mp4", 1, None, "chunks"))
+        assert len(bars.progress.tasks) == MAX_BARS
+
+
+@pytest.mark.parametrize(("typed", "code", "chunks"), [(b"y\n", 0, 0), (b"\n", 1, 3)])
+def test_deleting_is_asked_for_on_a_terminal(
+    notes: list[str], cli: Program, program: Program, typed: bytes, code: int, chunks: int
+) -> None:
+    assert cli("--device", "cpu", "ingest", *notes[:3]).code == 0
+    assert cli("evict", "--oldest", "3").code == 0
+    ended, _, shown = in_terminal([*KAMERA, "evict", "--to", "0"], typed)
+    assert "delete 3 units" in shown
+    assert ended == code
+    assert program("stats", "--json").json["kinds"].get("chunk", {"count": 0})["count"] == chunks
 
 
 def test_nothing_is_drawn_without_a_terminal() -> None:
@@ -135,9 +160,9 @@ def test_a_closed_pipe_ends_quietly(arguments: list[str]) -> None:
     assert process.stderr == b""
 
 
-def test_a_listing_piped_to_head_ends_quietly(notes: list[str], program: Program) -> None:
-    assert program("--device", "cpu", "ingest", *notes).code == 0
-    assert program("evict", "1", "2", "3").code == 0
+def test_a_listing_piped_to_head_ends_quietly(notes: list[str], cli: Program) -> None:
+    assert cli("--device", "cpu", "ingest", *notes).code == 0
+    assert cli("evict", "1", "2", "3").code == 0
     command = f"{sys.executable} -m kamera_cli recall --list | head -1; echo ${{PIPESTATUS[0]}}"
     ran = subprocess.run(
         ["bash", "-c", command],
