@@ -43,8 +43,12 @@ def bench(
         str | None,
         typer.Option("--geometry", metavar="NAME", help="Time a model of this shape, with random weights"),
     ] = None,
-    episodes: Annotated[int | None, typer.Option("--episodes", min=1, help="How many episodes")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of episodes, orders and random weights")] = 0,
+    episodes: Annotated[
+        int | None, typer.Option("--episodes", metavar="N", min=1, help="How many episodes")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, help="Of episodes, orders and random weights")
+    ] = 0,
 ) -> None:
     """Measure the method on this machine.
 

@@ -28,7 +28,10 @@ def compile_patches(
         str, typer.Option("--rank", metavar="M|auto", help="Columns of a patch; auto keeps --energy")
     ] = "auto",
     energy: Annotated[
-        float, typer.Option("--energy", help="Share of the residual's energy that --rank auto captures")
+        float,
+        typer.Option(
+            "--energy", metavar="SHARE", help="Share of the residual's energy that --rank auto captures"
+        ),
     ] = 0.99,
     dtype: Annotated[
         Literal["auto", "fp32", "fp16", "bf16"], typer.Option("--dtype", help="Dtype of the patch's factors")

@@ -21,23 +21,30 @@ if TYPE_CHECKING:
 def ingest(
     session: Session,
     sources: Annotated[
-        list[str], typer.Argument(metavar="SOURCE", help="Video, image, PDF page image or text")
+        list[str], typer.Argument(metavar="SOURCE", help="Videos, images (also of PDF pages) or text files")
     ],
     window: WindowOption = "default",
-    fps: Annotated[float, typer.Option("--fps", help="Frames taken from each second of a video")] = 2.0,
-    chunk_seconds: Annotated[float, typer.Option("--chunk-seconds", help="Length of a chunk of video")] = 8.0,
+    fps: Annotated[
+        float, typer.Option("--fps", metavar="RATE", help="Frames taken from each second of a video")
+    ] = 2.0,
+    chunk_seconds: Annotated[
+        float, typer.Option("--chunk-seconds", metavar="SECONDS", help="Length of a chunk of video")
+    ] = 8.0,
     max_pixels: Annotated[
         int | None,
-        typer.Option("--max-pixels", min=1, help="Shrink each frame or image to at most this many pixels"),
+        typer.Option(
+            "--max-pixels", metavar="N", min=1, help="Shrink each frame or image to at most this many pixels"
+        ),
     ] = None,
     chunk_tokens: Annotated[
-        int, typer.Option("--chunk-tokens", min=1, help="Length of a chunk of text")
+        int, typer.Option("--chunk-tokens", metavar="N", min=1, help="Length of a chunk of text")
     ] = 512,
     name: Annotated[
-        str | None, typer.Option("--name", help="Call the chunks this, not by the file's name")
+        str | None,
+        typer.Option("--name", metavar="TEXT", help="Call the chunks this, not by the file's name"),
     ] = None,
     partial: Annotated[
-        bool, typer.Option("--partial", help="Exit with 0 if at least one source went in")
+        bool, typer.Option("--partial", help="Keep the sources that work when others fail")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done and how large it is")

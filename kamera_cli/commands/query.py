@@ -57,13 +57,18 @@ def query(
     require_hit: Annotated[
         bool, typer.Option("--require-hit", help="Exit with 3 instead of computing a chunk anew")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Length of the answer")] = 32,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Length of the answer")
+    ] = 32,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 always takes the likeliest")
+        float, typer.Option("--temperature", metavar="T", min=0.0, help="0 always takes the likeliest")
     ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the sampling, at a temperature above 0")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", help="Of the sampling, at a temperature above 0")
+    ] = 0,
     rank: Annotated[
-        int | None, typer.Option("--rank", min=1, help="Read only this many columns of each patch")
+        int | None,
+        typer.Option("--rank", metavar="N", min=1, help="Read only this many columns of each patch"),
     ] = None,
 ) -> None:
     """Answer a question, with a receipt.

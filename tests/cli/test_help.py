@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from cli_fakes import Ran
 from help_blocks import refreshed
 
 from kamera_cli.app import help_text
 
+WRITTEN_WITH = "0.29."
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
     *(
@@ -30,6 +34,10 @@ COMMANDS = (
 )
 
 
+@pytest.mark.skipif(
+    not typer.__version__.startswith(WRITTEN_WITH),
+    reason=f"documents show the help as Typer {WRITTEN_WITH} sets it",
+)
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_help_in_documents_is_what_the_program_prints(document: str) -> None:
     path = ROOT / document
@@ -63,3 +71,28 @@ def test_the_list_of_commands_is_complete_and_not_cut_off() -> None:
 
 def test_the_three_variables_of_the_environment_are_named() -> None:
     assert all(name in help_text() for name in ("KAMERA_STORE", "KAMERA_MODEL", "KAMERA_TENANT"))
+
+
+@pytest.mark.parametrize(
+    ("command", "method", "renamed"),
+    [
+        ("ingest", "ingest", {}),
+        ("compile_patches", "compile_patches", {"dtype": "factor_dtype"}),
+        ("query", "query", {}),
+        ("evict", "evict", {}),
+        ("recall", "recall", {}),
+    ],
+)
+def test_a_default_of_a_command_is_the_default_of_the_engine(
+    command: str, method: str, renamed: dict[str, str]
+) -> None:
+    from kamera_cli.engine import Engine
+
+    function = getattr(importlib.import_module(f"kamera_cli.commands.{command}"), command)
+    offered = inspect.signature(function).parameters
+    expected = inspect.signature(getattr(Engine, method)).parameters
+    shared = {name: renamed.get(name, name) for name in offered if renamed.get(name, name) in expected}
+    assert len(shared) >= 3
+    for name, in_engine in shared.items():
+        if expected[in_engine].default is not inspect.Parameter.empty:
+            assert offered[name].default == expected[in_engine].default, name
