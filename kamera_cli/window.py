@@ -34,10 +34,14 @@ def appended(window: WindowView, new: Sequence[WindowEntry]) -> WindowView:
 
 
 def without(window: WindowView, leaving: Sequence[WindowEntry]) -> WindowView:
-    """Take chunks out. Survivors keep their conditioning (forward-lossless, not retroactive)."""
+    """Take chunks out. Survivors keep their conditioning (forward-lossless, not retroactive).
+
+    A chunk that has left meanwhile is passed over.
+    """
     gone = {entry.chunk for entry in leaving}
     kept = tuple(entry for entry in window.entries if entry.chunk not in gone)
-    return replace(window, entries=kept, evicted=(*window.evicted, *leaving))
+    left = tuple(entry for entry in window.entries if entry.chunk in gone)
+    return replace(window, entries=kept, evicted=(*window.evicted, *left))
 
 
 def purged(window: WindowView, leaving: Sequence[WindowEntry]) -> WindowView:

@@ -1,0 +1,192 @@
+"""Evict and recall through the engine: the vision tower called again, a window changed half, chunks lost to a purge."""
+
+from __future__ import annotations
+
+import pytest
+from engine_setups import NUM_NEW, QUESTION, content, ingest, reference
+
+from kamera_cli.errors import NotFoundError, RefusedError, UsageError
+
+
+@pytest.fixture
+def engine(open_engine, tmp_path):
+    made = open_engine("qwen2_5_vl")
+    ingest(made, "qwen2_5_vl", tmp_path)
+    return made
+
+
+def numbers(window) -> list[int]:
+    return [entry.number for entry in window.entries]
+
+
+def count_calls(module) -> list[str]:
+    calls: list[str] = []
+    module.register_forward_hook(lambda *_: calls.append("called"))
+    return calls
+
+
+def test_recall_forms_patches_from_stored_embeddings_and_never_sees_the_media_again(
+    engine, open_engine, tmp_path
+):
+    engine.evict(["1"])
+    for name in ("a.mp4", "b.png", "c.png"):
+        (tmp_path / name).unlink()
+    other = open_engine("qwen2_5_vl")
+    calls = count_calls(other.runner.model.model.visual)
+    result = other.recall(["1"])
+    answer = other.query(QUESTION, reuse="auto")
+    assert calls == [] and result.vision_calls == 0
+    assert numbers(result.window) == numbers(other.window()) == [2, 3, 1]
+    assert len(result.patched) == 1
+    assert (
+        answer.chunks[2].used == "prefilled"
+    )  # chunk 3 was never conditioned on chunk 2 alone: no patch yet
+
+
+def test_the_tower_counter_counts(engine):
+    calls = count_calls(engine.runner.model.model.visual)
+    before = engine.runner.vision_calls
+    engine.query(QUESTION, chunks=["2", "3"], compare=True)
+    assert engine.runner.vision_calls - before == 1
+    assert len(calls) >= 1
+
+
+def test_slide_keeps_conditioning_and_needs_no_new_patch(engine):
+    """Forward-lossless: after the first chunk left, the others still hold what they took in from it."""
+    engine.compile_patches(rank=10, factor_dtype="fp32")
+    before = engine.query(QUESTION, reuse="patched")
+    result = engine.evict(oldest=1)
+    assert [entry.number for entry in result.evicted] == [1] and numbers(engine.window()) == [2, 3]
+    after = engine.query(QUESTION, require_hit=True, compare=True)
+    assert [chunk.patch for chunk in after.chunks] == [chunk.patch for chunk in before.chunks[1:]]
+    assert after.compare.kl > 1e-6  # a prefill of the shorter window has not seen chunk 1
+
+
+def test_an_explicit_order_is_conditioned_on_that_order_alone(engine):
+    engine.evict(["1"])
+    result = engine.query(QUESTION, chunks=["2", "3"], max_new_tokens=NUM_NEW)
+    assert result.fallback is not None and result.answer == reference(engine, ["2", "3"])[1]
+    assert engine.query(QUESTION, chunks=["2", "3"]).fallback is None
+
+
+def test_a_prefilled_window_is_conditioned_on_itself(engine):
+    engine.evict(["1"])
+    assert len(engine.window().entries[0].conditioned_on) == 1
+    first = engine.query(QUESTION, max_new_tokens=NUM_NEW)
+    assert first.answer == reference(engine, ["2", "3"])[1]
+    keys = [entry.chunk for entry in engine.window().entries]
+    assert [entry.conditioned_on for entry in engine.window().entries] == [(), (keys[0],)]
+    assert engine.query(QUESTION).fallback is None
+
+
+def test_cascade_names_the_chunks_whose_patches_name_the_recalled_one(engine):
+    engine.compile_patches(rank=4)
+    ids = [entry.chunk for entry in engine.window().entries]
+    engine.evict(["1", "2"])
+    result = engine.recall(["2"])
+    assert result.cascade == (ids[2],)
+    result = engine.recall(["1"], at=1)
+    assert result.cascade == tuple(sorted(ids[1:])) and result.patched == ()
+    assert numbers(result.window) == [1, 3, 2]
+    assert [len(entry.conditioned_on) for entry in result.window.entries] == [0, 2, 1]
+
+
+def test_evict_and_recall_of_all_in_another_order(engine):
+    engine.evict(["2", "1", "3"])
+    assert engine.window().entries == () and len(engine.window().evicted) == 3
+    result = engine.recall(["3", "2", "1"])
+    assert numbers(result.window) == [3, 2, 1] and len(result.patched) == 2
+    query = engine.query(QUESTION, require_hit=True, compare=True)
+    blind = engine.query(QUESTION, reuse="blind", compare=True)
+    assert query.compare.kl < 0.2 * blind.compare.kl
+
+
+def test_evict_dry_run_changes_nothing(engine):
+    window, before = engine.window(), content(engine.store)
+    result = engine.evict(["2"], purge=True, dry_run=True)
+    assert (
+        result.dry_run
+        and numbers(result.window) == [1, 3]
+        and [entry.number for entry in result.evicted] == [2]
+    )
+    assert engine.window() == window and content(engine.store) == before
+
+
+def test_purge_takes_the_chunk_and_every_patch_that_carries_its_content(engine):
+    for order in (["1", "2", "3"], ["3", "2"], ["1", "3"]):
+        engine.compile_patches(order, rank=3)
+    entries = engine.window().entries
+    result = engine.evict(["2"], purge=True)
+    assert result.purged == (entries[1].chunk,) and result.freed_bytes > 0
+    left = [record.meta for record in engine.store.iterate(kind="patch")]
+    assert [(meta["chunk"], meta["antecedents"]) for meta in left] == [(entries[2].chunk, [entries[0].chunk])]
+    with pytest.raises(NotFoundError):
+        engine.recall(["2"])
+
+
+def test_a_survivor_of_a_purged_antecedent_falls_back_to_a_prefill(engine):
+    engine.compile_patches(rank=6)
+    engine.evict(["1"], purge=True)
+    with pytest.raises(NotFoundError, match="no_patch"):
+        engine.query(QUESTION, require_hit=True)
+    with pytest.raises(NotFoundError, match="purged"):
+        engine.compile_patches()
+    result = engine.query(QUESTION, max_new_tokens=NUM_NEW)
+    assert result.fallback is not None and result.answer == reference(engine, ["2", "3"])[1]
+    assert engine.query(QUESTION, require_hit=True).answer
+    assert len(engine.compile_patches().patches) == 1
+
+
+def test_purge_does_not_take_a_chunk_from_under_another_window(engine, tmp_path):
+    engine.ingest([tmp_path / "b.png"], window="other")
+    with pytest.raises(RefusedError, match="other"):
+        engine.evict(["2"], purge=True)
+    assert engine.query(QUESTION, window="other").answer
+    engine.evict(["1"], window="other")
+    engine.evict(["2"], purge=True)
+    with pytest.raises(NotFoundError, match="no longer in the store"):
+        engine.recall(["1"], window="other")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda e: e.evict(), UsageError, "oldest"),
+        (lambda e: e.evict(["1"], oldest=1), UsageError, "one of the two"),
+        (lambda e: e.evict(oldest=4), UsageError, "oldest 4.*3 chunks"),
+        (lambda e: e.evict(oldest=0), UsageError, "oldest 0"),
+        (lambda e: e.evict(["9"]), NotFoundError, "'9'"),
+        (lambda e: e.evict(["1", "1"]), UsageError, "twice"),
+        (lambda e: e.evict(["1"], window="none"), NotFoundError, "none"),
+        (lambda e: e.recall(["1"]), UsageError, "already in window"),
+        (lambda e: e.recall(["9"]), NotFoundError, "'9'"),
+        (lambda e: e.recall(["1"], window="none"), NotFoundError, "none"),
+        (lambda e: e.recall(["1"], at="top"), UsageError, "top"),
+        (lambda e: e.recall(["1"], at=0), UsageError, "at 0"),
+        (lambda e: e.window("none"), NotFoundError, "none"),
+    ],
+)
+def test_a_bad_move_is_refused_and_changes_nothing(engine, call, error, message):
+    window = engine.window()
+    with pytest.raises(error, match=message):
+        call(engine)
+    assert engine.window() == window
+
+
+def test_a_recall_out_of_the_window_places_nothing_and_keeps_no_patch(engine):
+    engine.evict(["1"])
+    window = engine.window()
+    with pytest.raises(UsageError, match="--at 4"):
+        engine.recall(["1"], at=4)
+    assert engine.window() == window and not list(engine.store.iterate(kind="patch"))
+
+
+def test_windows_of_tenants_are_apart(engine, open_engine, tmp_path):
+    other = open_engine("qwen2_5_vl", tenant="guest")
+    with pytest.raises(NotFoundError):
+        other.query(QUESTION)
+    result = other.ingest([tmp_path / "b.png"])
+    assert result.chunks[0].outcome == "encoded"
+    assert result.chunks[0].id != engine.window().entries[1].chunk
+    assert [window.name for window in other.windows()] == ["default"]
+    assert len(other.window().entries) == 1 and len(engine.window().entries) == 3
