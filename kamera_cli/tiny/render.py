@@ -237,7 +237,9 @@ def write_video(
         stream = container.add_stream("libx264", rate=round(fps))
         stream.width = stream.height = size
         stream.pix_fmt = "yuv420p"
-        stream.options = {"crf": str(crf), "preset": "medium"}
+        # Without it, x264 writes other bytes for equal frames on another processor, and even from one call to the next.
+        deterministic = "cpu-independent=1"
+        stream.options = {"crf": str(crf), "preset": "medium", "x264-params": deterministic}
         stream.codec_context.thread_count = 1
         for index, spec in enumerate(specs):
             for pixels in render_chunk(spec, fps=fps, size=size, seed=1000 * seed + index):

@@ -1,0 +1,150 @@
+"""One arrangement of chunks in memory: canonical and conditioned KV, and the caches that are made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from kamera_cli.model.compat import DynamicCache, fill_cache
+from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.runner import ModelRunner, Segment
+from kamera_cli.operator.assemble import assemble, joined_positions, place
+from kamera_cli.operator.patch import LayerPatch, factorise, form, residual
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Chunks in prompt order.
+
+    Attributes
+    ----------
+    segments : list of Segment
+        Embeddings and positions of each chunk.
+    canonical : list of list of LayerKV
+        KV of each chunk behind the preamble alone, per chunk and layer.
+    """
+
+    runner: ModelRunner
+    segments: list[Segment]
+    canonical: list[list[LayerKV]]
+
+    @cached_property
+    def conditioned(self) -> list[list[LayerKV]]:
+        """KV of each chunk out of one cold prefill of the whole arrangement."""
+        return self.runner.prefill_captured([self.runner.preamble, *self.segments])[1:]
+
+    @cached_property
+    def _placed(self) -> tuple[torch.Tensor, int]:
+        parts = [self.runner.preamble, *self.segments]
+        placed, end = place([(part.positions, part.num_tokens) for part in parts])
+        return joined_positions(placed), end
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Position ids of preamble and chunks."""
+        return self._placed[0]
+
+    @property
+    def end(self) -> int:
+        """Position of the token that follows the last chunk."""
+        return self._placed[1]
+
+    @cached_property
+    def embeddings(self) -> torch.Tensor:
+        """(P, hidden) of preamble and chunks."""
+        return torch.cat([part.embeddings for part in [self.runner.preamble, *self.segments]])
+
+    @cached_property
+    def bounds(self) -> list[tuple[int, int]]:
+        """Start and end of each chunk among the P tokens."""
+        found, start = [], self.runner.preamble.num_tokens
+        for segment in self.segments:
+            found.append((start, start + segment.num_tokens))
+            start += segment.num_tokens
+        return found
+
+    def num_selected(self, share: float) -> int:
+        """Tokens that a share of all chunk tokens stands for."""
+        return round(share * sum(segment.num_tokens for segment in self.segments))
+
+    @cached_property
+    def exact(self) -> DynamicCache:
+        """What a re-prefill writes."""
+        return self._cache(self.conditioned, None)
+
+    @cached_property
+    def blind(self) -> DynamicCache:
+        """Canonical KV, relocated and nothing else."""
+        return self._cache(self.canonical, None)
+
+    def patched(self, patches: list[list[LayerPatch] | None], rank: int | None) -> DynamicCache:
+        """Canonical KV with the first ``rank`` directions of each chunk's patch, as the product assembles it."""
+        return self._cache(self.canonical, patches, rank)
+
+    def _cache(
+        self,
+        chunks: list[list[LayerKV]],
+        patches: list[list[LayerPatch] | None] | None,
+        rank: int | None = None,
+    ) -> DynamicCache:
+        parts = [self.runner.preamble_layers, *chunks]
+        with_patches = [None, *(patches or [None] * len(chunks))]
+        layers = (
+            [
+                (part[layer], None if patch is None else patch[layer])
+                for part, patch in zip(parts, with_patches, strict=True)
+                if part
+            ]
+            for layer in range(self.runner.family.num_layers)
+        )
+        return assemble(self.runner.family, layers, self.positions, rank)
+
+    def patches(self, rank: int) -> list[list[LayerPatch] | None]:
+        """Exact-order patches of every chunk after the first, factors in the product's own dtype."""
+        return [None] + [
+            form(after, alone, rank=min(rank, after[0].keys.shape[0]), energy=1.0)
+            for after, alone in zip(self.conditioned[1:], self.canonical[1:], strict=True)
+        ]
+
+    def delta_energy(self) -> torch.Tensor:
+        """(P,) squared size of Δ per token over all layers, keys and values; zero for the preamble."""
+        total = torch.zeros(self.embeddings.shape[0], device=self.embeddings.device)
+        for (start, end), after, alone in zip(self.bounds, self.conditioned, self.canonical, strict=True):
+            for new, old in zip(after, alone, strict=True):
+                total[start:end] += residual(new.keys, old.keys).square().sum(1)
+                total[start:end] += residual(new.values, old.values).square().sum(1)
+        return total
+
+    def patched_after_rotation(self, ranks: tuple[int, ...]) -> dict[int, DynamicCache]:
+        """Patches whose key part is factored from Δ of the rotated keys; values as ever.
+
+        Such a patch serves one position only. It is here to show what position mixed into Δ costs in rank.
+        """
+        most = max(ranks)
+        factors = {}
+        for number, (new, old) in enumerate(zip(self.exact.layers, self.blind.layers, strict=True)):
+            for chunk, (start, end) in enumerate(self.bounds[1:], start=1):
+                for name in ("keys", "values"):
+                    after, alone = (_rows(getattr(layer, name)[:, :, start:end]) for layer in (new, old))
+                    rank = min(most, end - start)
+                    factors[number, chunk, name] = factorise(residual(after, alone), rank, 1.0)[0]
+        made = {}
+        for rank in ranks:
+            layers = []
+            for number, old in enumerate(self.blind.layers):
+                pair = {"keys": old.keys.clone(), "values": old.values.clone()}
+                for chunk, (start, end) in enumerate(self.bounds[1:], start=1):
+                    for name, tensor in pair.items():
+                        part = factors[number, chunk, name].at_rank(rank)
+                        added = (part.u.T.float() @ part.v.float()).unflatten(1, (tensor.shape[1], -1))
+                        tensor[0, :, start:end] += added.transpose(0, 1).to(tensor.dtype)
+                layers.append((pair["keys"], pair["values"]))
+            made[rank] = fill_cache(layers)
+        return made
+
+
+def _rows(cached: torch.Tensor) -> torch.Tensor:
+    """(1, H, T, D) of a cache as (T, H, D)."""
+    return cached[0].transpose(0, 1)

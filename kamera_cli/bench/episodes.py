@@ -1,0 +1,104 @@
+"""Card episodes as the model meets them: through a video file, and the product's own decoder, processor and encode."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kamera_cli.bench.arrangement import Arrangement
+from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, bench_episode, write_episode
+from kamera_cli.jobs.encode import model_inputs
+from kamera_cli.jobs.ingest import IngestOptions
+from kamera_cli.media.source import inspect
+from kamera_cli.model.runner import ModelRunner, Segment
+from kamera_cli.model.scoring import Forced
+from kamera_cli.tiny.vocabulary import UNKNOWN
+from kamera_cli.tiny.world import Episode, Question
+
+GROUPS = ("two_hop", "one_hop", "unknown")
+
+_INGEST = IngestOptions(
+    fps=FPS,
+    chunk_seconds=CHUNK_SECONDS,
+    max_pixels=None,
+    chunk_tokens=512,
+    name=None,
+    partial=False,
+    dry_run=False,
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One episode in an order that is not the order of ingest, with its questions.
+
+    Attributes
+    ----------
+    order : tuple of int
+        Index in the file of each chunk in prompt order.
+    groups : tuple of str
+        For each question one of `GROUPS`.
+    """
+
+    arrangement: Arrangement
+    order: tuple[int, ...]
+    prompts: tuple[Forced, ...]
+    groups: tuple[str, ...]
+
+
+def tasks(runner: ModelRunner, count: int, seed: int, work: Path) -> Iterator[Task]:
+    """Episodes 0 to ``count`` of a seed, made one at a time.
+
+    Parameters
+    ----------
+    work : Path
+        Folder for the video file, which is removed again.
+    """
+    for index in range(count):
+        found = bench_episode(index, seed)
+        path = work / f"{index}.mp4"
+        write_episode(path, found, 100_000 * seed + index)
+        segments, canonical = _encoded(runner, path, found)
+        path.unlink()
+        order = shuffled(len(segments), 1_000_000 * seed + index)
+        arrangement = Arrangement(runner, [segments[i] for i in order], [canonical[i] for i in order])
+        prompts = tuple(forced(runner, question) for question in found.questions)
+        yield Task(arrangement, order, prompts, tuple(group_of(question) for question in found.questions))
+
+
+def shuffled(count: int, seed: int) -> tuple[int, ...]:
+    """A seeded order of ``count`` (at least 2) chunks that is not the ascending one."""
+    generator = random.Random(seed)
+    order = list(range(count))
+    while order == sorted(order):
+        generator.shuffle(order)
+    return tuple(order)
+
+
+def group_of(question: Question) -> str:
+    """The group in which a question is counted."""
+    if question.answer == UNKNOWN:
+        return "unknown"
+    return "two_hop" if question.hops == 2 else "one_hop"
+
+
+def forced(runner: ModelRunner, question: Question) -> Forced:
+    """A question with its answer closed by the model's first end token."""
+    end = torch.tensor(runner.eos_ids[:1])
+    return Forced(runner.question_ids(question.text), torch.cat([runner.tokenize(question.answer), end]))
+
+
+def _encoded(runner: ModelRunner, path: Path, expected: Episode) -> tuple[list[Segment], list]:
+    segments, canonical = [], []
+    for _, inputs in model_inputs(runner, str(path), inspect(str(path)), _INGEST):
+        encoded = runner.encode(inputs)
+        segments.append(Segment(encoded.embeddings, inputs.positions))
+        canonical.append(encoded.layers)
+    assert len(segments) == len(expected.chunks), (
+        f"{len(segments)} chunks decoded of {len(expected.chunks)} written"
+    )
+    return segments, canonical

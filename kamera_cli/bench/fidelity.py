@@ -1,0 +1,154 @@
+"""Suite ``fidelity``: what each way of reuse does to answers, on the same tokens, the same model, in the same run.
+
+Every arm is a KV cache of the same context. All questions of an episode are scored in one forward per arm with the
+answer fed in, which is right exactly when greedy decoding gives the answer and ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kamera_cli.bench.episodes import GROUPS, Task, tasks
+from kamera_cli.bench.fidelity_report import BLIND, REFERENCE, Arm, Totals, patch_name, report
+from kamera_cli.bench.results import SuiteResult
+from kamera_cli.bench.rivals import chosen
+from kamera_cli.engine import Engine
+from kamera_cli.generate import next_token_kl
+from kamera_cli.model.compat import DynamicCache
+from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.scoring import is_greedy_match, score
+from kamera_cli.operator.patch import Factors, LayerPatch, residual
+from kamera_cli.results import Progress
+from kamera_cli.settings import Settings
+from kamera_store import codec
+from kamera_store.tensors import to_bytes
+
+if TYPE_CHECKING:
+    from kamera_cli.bench import BenchOptions
+
+RANKS = (1, 2, 4, 8, 16, 32)
+EPISODES = 100
+
+
+def measure(
+    settings: Settings, options: BenchOptions, on_progress: Callable[[Progress], None]
+) -> SuiteResult:
+    """Run all arms over episodes of the card world.
+
+    Returns
+    -------
+    SuiteResult
+        One table of all arms, one of bytes; three charts.
+    """
+    ranks = tuple(sorted(set(options.ranks))) or RANKS
+    rivals = chosen(options.rivals)
+    count = options.episodes or EPISODES
+    arms: dict[str, Arm] = {}
+    totals = Totals()
+    with tempfile.TemporaryDirectory(prefix="kamera-bench-") as folder:
+        work = Path(folder)
+        own = replace(settings, store=work / "store", quota_bytes=None, rehash=False)
+        with Engine(own, on_progress=on_progress) as engine:
+            runner = engine.runner
+            started = time.perf_counter()
+            for done, task in enumerate(tasks(runner, count, options.seed, work)):
+                on_progress(Progress("answering", done, count, "episodes"))
+                _episode(task, ranks, rivals, arms, totals)
+            on_progress(Progress("answering", count, count, "episodes"))
+            seconds = time.perf_counter() - started
+            described = {
+                "model": engine.checkpoint.label,
+                "fingerprint": engine.fingerprint,
+                "device": str(runner.device),
+                "dtype": engine.dtype_name,
+                "attention": runner.loaded.attention,
+                "num_episodes": count,
+                "num_questions": {group: len(arms[REFERENCE].right[group]) for group in GROUPS},
+                "seconds_per_episode": seconds / count,
+            }
+    return report(arms, totals, ranks, described)
+
+
+def _episode(
+    task: Task, ranks: tuple[int, ...], rivals: tuple[str, ...], arms: dict[str, Arm], totals: Totals
+) -> None:
+    arrangement = task.arrangement
+    patches = arrangement.patches(max(ranks))
+    caches: dict[str, DynamicCache] = {REFERENCE: arrangement.exact, BLIND: arrangement.blind}
+    kinds: dict[str, tuple[str, float | None]] = {REFERENCE: ("reprefill", None), BLIND: ("blind", None)}
+    for rank in ranks:
+        caches[patch_name(rank)] = arrangement.patched(patches, rank)
+        kinds[patch_name(rank)] = ("patch", rank)
+    for rank, cache in arrangement.patched_after_rotation(ranks).items():
+        name = f"patch after RoPE, rank {rank}"
+        caches[name], kinds[name] = cache, ("patch_after_rope", rank)
+    for rival in rivals:
+        method = importlib.import_module(f"kamera_cli.bench.rivals.{rival}")
+        for share, cache in method.arms(arrangement).items():
+            name = f"{rival} {share:.0%}"
+            caches[name], kinds[name] = cache, (rival, share)
+    scored = dict(
+        zip(
+            caches,
+            score(arrangement.runner, list(caches.values()), arrangement.end, task.prompts),
+            strict=True,
+        )
+    )
+    ends = arrangement.runner.eos_ids
+    for name, answers in scored.items():
+        arm = arms.setdefault(name, Arm(*kinds[name]))
+        for prompt, group, logits, expected in zip(
+            task.prompts, task.groups, answers, scored[REFERENCE], strict=True
+        ):
+            arm.right[group].append(is_greedy_match(logits, prompt.answer_ids, ends))
+            arm.kl[group].append(next_token_kl(expected[0], logits[0]))
+    _count(task, patches, ranks, arms, totals)
+
+
+def _count(
+    task: Task,
+    patches: list[list[LayerPatch] | None],
+    ranks: tuple[int, ...],
+    arms: dict[str, Arm],
+    totals: Totals,
+) -> None:
+    """Add up bytes and captured energy of the chunks that have a patch."""
+    arrangement = task.arrangement
+    parts = zip(arrangement.canonical[1:], arrangement.conditioned[1:], patches[1:], strict=True)
+    for canonical, conditioned, patch in parts:
+        totals.num_chunks += 1
+        totals.num_tokens += canonical[0].keys.shape[0]
+        totals.width = canonical[0].keys[0].numel()
+        for alone, after, factors in zip(canonical, conditioned, patch, strict=True):
+            raw, stored = _bytes_of_layer(alone)
+            totals.kv_raw_bytes += raw
+            totals.kv_stored_bytes += stored
+            totals.delta += float(residual(after.keys, alone.keys).square().sum())
+            totals.delta += float(residual(after.values, alone.values).square().sum())
+            for rank in ranks:
+                arm = arms[patch_name(rank)]
+                for part in (factors.keys.at_rank(rank), factors.values.at_rank(rank)):
+                    raw, stored = _bytes_of_factors(part)
+                    arm.raw_bytes += raw
+                    arm.stored_bytes += stored
+                    arm.captured += float(part.u.float().square().sum())
+
+
+def _bytes_of_layer(layer: LayerKV) -> tuple[int, int]:
+    return _bytes((layer.keys, layer.values))
+
+
+def _bytes_of_factors(factors: Factors) -> tuple[int, int]:
+    return _bytes((factors.u, factors.v))
+
+
+def _bytes(tensors) -> tuple[int, int]:
+    """Raw bytes, and bytes as the store writes them."""
+    parts = [to_bytes("part", tensor) for tensor in tensors]
+    return sum(part.raw_bytes for part in parts), sum(codec.encode(part).stored_bytes for part in parts)

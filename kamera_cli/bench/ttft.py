@@ -1,0 +1,195 @@
+"""Suite ``ttft``: time to first token of four ways to answer over the same chunks, and where the time goes.
+
+The arms take turns in one process. TTFT runs from the request in hand to the first token id on the host. Full re-encode
+starts from model inputs that are decoded already; reading and decoding the file again is reported apart.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, long_video
+from kamera_cli.bench.floor import measure_floor
+from kamera_cli.bench.geometry import GEOMETRIES, write_checkpoint
+from kamera_cli.bench.results import SuiteResult
+from kamera_cli.bench.timing import take_turns, timed
+from kamera_cli.bench.ttft_report import STAGES, Point, report
+from kamera_cli.engine import Engine
+from kamera_cli.jobs.compare import reopen
+from kamera_cli.results import Progress, Stages
+from kamera_cli.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from kamera_cli.bench import BenchOptions
+    from kamera_store.records import Record
+
+COUNTS = (1, 2, 4, 8, 16, 24)
+"""Chunks per prompt; the one with `HEADLINE` chunks has more than 2,000 visual tokens."""
+HEADLINE = 16
+NUM_RUNS = 7
+"""Counted runs at `HEADLINE` chunks; other lengths take `NUM_SWEEP_RUNS`."""
+NUM_SWEEP_RUNS = 5
+NUM_QUESTIONS = 4
+
+
+@dataclass
+class _Queries:
+    """Stages of one reusing arm, collected over its runs."""
+
+    stages: list[Stages] = field(default_factory=list)
+
+    def medians(self) -> dict[str, float]:
+        """Median of each stage in ms, without the first run."""
+        counted = self.stages[1:] or self.stages
+        return {name: statistics.median(asdict(stages)[name] for stages in counted) for name in STAGES}
+
+
+def measure(
+    settings: Settings, options: BenchOptions, on_progress: Callable[[Progress], None]
+) -> SuiteResult:
+    """Write a card video, ingest it, form patches for a shuffled order, and time every arm.
+
+    Returns
+    -------
+    SuiteResult
+        Tables of TTFT, stages, the floor and the sweep; two charts.
+    """
+    name = options.geometry or "tiny"
+    geometry = GEOMETRIES[name]
+    with tempfile.TemporaryDirectory(prefix="kamera-bench-") as folder:
+        work = Path(folder)
+        own = replace(settings, store=work / "store", quota_bytes=None, rehash=False)
+        if geometry is not None:
+            write_checkpoint(geometry, work / "model", options.seed)
+            own = replace(own, model=str(work / "model"))
+        questions = long_video(work / "cards.mp4", max(COUNTS), options.seed)
+        with Engine(own, on_progress=on_progress) as engine:
+            engine.ingest([work / "cards.mp4"], fps=FPS, chunk_seconds=CHUNK_SECONDS)
+            order = _order(max(COUNTS), options.seed)
+            rank = options.ranks[0] if options.ranks else "auto"
+            compiled = engine.compile_patches(order, rank=rank, probe=questions[0].text)
+            texts = [question.text for question in questions[:NUM_QUESTIONS]]
+            points = [_point(engine, order[:count], texts, on_progress) for count in COUNTS]
+            headline = next(point for point in points if point.num_chunks == HEADLINE)
+            floor = measure_floor(engine.runner, headline)
+            described = _describe(engine, name, settings.model)
+    return report(points, headline, compiled, floor, described)
+
+
+def _order(num_chunks: int, seed: int) -> list[str]:
+    """A seeded order of the window's chunks that is not the order of ingest."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return [str(int(index) + 1) for index in torch.randperm(num_chunks, generator=generator)]
+
+
+def _describe(engine: Engine, geometry: str, model: str) -> dict:
+    runner = engine.runner
+    parameters = sum(weight.numel() for weight in runner.model.parameters())
+    return {
+        "geometry": geometry,
+        "model": model if geometry == "tiny" else f"random weights, geometry {geometry}",
+        "weights": "as shipped" if geometry == "tiny" else "random",
+        "num_parameters": parameters,
+        "device": str(runner.device),
+        "dtype": engine.dtype_name,
+        "attention": runner.loaded.attention,
+    }
+
+
+def _point(
+    engine: Engine, order: Sequence[str], questions: Sequence[str], on_progress: Callable[[Progress], None]
+) -> Point:
+    on_progress(Progress("timing", len(order), max(COUNTS), "chunks in the prompt"))
+    runner, library = engine.runner, engine.library
+    entries = {str(entry.number): entry for entry in engine.window().entries}
+    records = [library.find_chunk(entries[number]) for number in order]
+    question_ids = runner.question_ids(questions[0])
+    started = time.perf_counter()
+    inputs = reopen(engine, records)
+    decode_ms = 1e3 * (time.perf_counter() - started)
+    vision: list[float] = []
+
+    def full() -> None:
+        run = runner.reencode(inputs, question_ids)
+        vision.append(run.vision_ms)
+        int(run.logits.argmax())
+
+    queries = {arm: _Queries() for arm in ("reprefill", "patched", "blind")}
+    samples = take_turns(
+        {
+            "full": lambda: timed(full, runner.synchronize),
+            **{arm: _query_arm(engine, questions[0], order, arm, seen) for arm, seen in queries.items()},
+        },
+        num_runs=NUM_RUNS if len(order) == HEADLINE else NUM_SWEEP_RUNS,
+    )
+    kl, same = _agreement(engine, questions if len(order) == HEADLINE else questions[:1], order)
+    return Point(
+        num_chunks=len(order),
+        num_tokens=sum(record.meta["num_tokens"] for record in records),
+        num_visual_tokens=sum(_num_visual(chunk.token_types) for chunk in inputs),
+        question_tokens=question_ids.numel(),
+        samples=samples,
+        stages={arm: seen.medians() for arm, seen in queries.items()},
+        decode_ms=decode_ms,
+        vision_ms=statistics.median(vision[1:]),
+        kl=kl,
+        same_answer=same,
+        raw_bytes=sum(_layer_bytes(record)[0] for record in records),
+        stored_bytes=sum(_layer_bytes(record)[1] for record in records),
+    )
+
+
+def _num_visual(token_types: torch.Tensor) -> int:
+    return int((token_types != 0).sum())
+
+
+def _layer_bytes(record: Record) -> tuple[int, int]:
+    layers = [tensor for tensor in record.tensors if tensor.layer >= 0]
+    return sum(tensor.raw_bytes for tensor in layers), sum(tensor.stored_bytes for tensor in layers)
+
+
+def _query_arm(
+    engine: Engine, question: str, order: Sequence[str], arm: str, seen: _Queries, window: str = "default"
+) -> Callable[[], float]:
+    reuse = {"reprefill": "none", "patched": "patched", "blind": "blind"}[arm]
+
+    def run() -> float:
+        arrived: list[float] = []
+        started = time.perf_counter()
+        result = engine.query(
+            question,
+            window=window,
+            chunks=order,
+            reuse=reuse,
+            require_hit=reuse == "patched",
+            max_new_tokens=1,
+            on_token=lambda _text: arrived.append(time.perf_counter()),
+        )
+        seen.stages.append(result.stages)
+        return 1e3 * (arrived[0] - started) if arrived else result.ttft_ms
+
+    return run
+
+
+def _agreement(
+    engine: Engine, questions: Sequence[str], order: Sequence[str]
+) -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
+    """KL to, and agreement with, a full re-encode of the same prompt, per question; not timed."""
+    kl: dict[str, list[float]] = {}
+    same: dict[str, list[bool]] = {}
+    for arm, reuse in (("reprefill", "none"), ("patched", "patched"), ("blind", "blind")):
+        for question in questions:
+            result = engine.query(question, chunks=order, reuse=reuse, compare=True, max_new_tokens=4)
+            kl.setdefault(arm, []).append(result.compare.kl)
+            same.setdefault(arm, []).append(result.compare.same_answer)
+    return kl, same

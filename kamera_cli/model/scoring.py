@@ -1,0 +1,191 @@
+"""Batched forwards for the benches: many questions over many caches at once, and recomputation of chosen tokens.
+
+Questions of one prompt stand side by side behind the cached context; a mask keeps each to the context and itself, and
+each starts at the same position, so the logits are those of as many separate prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from kamera_cli.model.compat import DynamicCache, cache_argument, decoder_of, fill_cache
+from kamera_cli.model.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class Forced:
+    """A question with the answer that is fed to the model.
+
+    Attributes
+    ----------
+    question_ids : torch.Tensor
+        (n,) everything that follows the last chunk.
+    answer_ids : torch.Tensor
+        (m,) the expected answer, closed by an end token.
+    """
+
+    question_ids: torch.Tensor
+    answer_ids: torch.Tensor
+
+    @property
+    def fed(self) -> torch.Tensor:
+        """(n + m - 1,) ids that go into the model: the closing token is only predicted."""
+        return torch.cat([self.question_ids, self.answer_ids[:-1]])
+
+
+@torch.inference_mode()
+def score(
+    runner: ModelRunner,
+    caches: Sequence[DynamicCache],
+    start: int,
+    prompts: Sequence[Forced],
+    *,
+    group: int = 8,
+) -> list[list[torch.Tensor]]:
+    """Logits at every answer position of every prompt over every cache, in one forward per ``group`` caches.
+
+    Parameters
+    ----------
+    caches : sequence of DynamicCache
+        Equally long contexts, batch of one each; not changed.
+    start : int
+        Position of the first question token on every axis.
+
+    Returns
+    -------
+    list of list of torch.Tensor
+        Per cache and prompt, (m, vocab) float32 on the CPU; row 0 predicts the first answer token.
+    """
+    lengths = [prompt.fed.numel() for prompt in prompts]
+    embeddings = runner.embed(torch.cat([prompt.fed for prompt in prompts]))
+    positions = torch.cat([runner.positions_from(start, length) for length in lengths], dim=-1)
+    mask = _side_by_side(lengths, caches[0].get_seq_length()).to(runner.device)
+    wanted, bounds, first = [], [], 0
+    for prompt, length in zip(prompts, lengths, strict=True):
+        answers = prompt.answer_ids.numel()
+        wanted += range(first + length - answers, first + length)
+        bounds.append(answers)
+        first += length
+    scored = []
+    for at in range(0, len(caches), group):
+        together = _stacked(caches[at : at + group])
+        hidden = _forward(runner, together, embeddings, positions, mask)[:, wanted]
+        logits = runner.model.get_output_embeddings()(hidden).float().cpu()
+        scored += [list(row.split(bounds)) for row in logits]
+    return scored
+
+
+def is_greedy_match(logits: torch.Tensor, answer_ids: torch.Tensor, ends: Sequence[int]) -> bool:
+    """Whether greedy decoding would give exactly this answer and then end.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        (m, vocab) from `score`.
+    ends : sequence of int
+        Token ids that end an answer.
+    """
+    best = logits.argmax(-1)
+    return torch.equal(best[:-1], answer_ids[:-1]) and int(best[-1]) in ends
+
+
+@torch.inference_mode()
+def recompute(
+    runner: ModelRunner,
+    cache: DynamicCache,
+    embeddings: torch.Tensor,
+    positions: torch.Tensor,
+    chosen: torch.Tensor,
+) -> DynamicCache:
+    """A copy of a cache in which some tokens were computed anew, layer by layer, over what the others hold.
+
+    Parameters
+    ----------
+    cache : DynamicCache
+        Context of P tokens, batch of one; not changed.
+    embeddings : torch.Tensor
+        (P, hidden) of the whole context.
+    positions : torch.Tensor
+        (3, P) or (P,).
+    chosen : torch.Tensor
+        (n,) ascending indices of the tokens.
+    """
+    fresh = _Overwriting(cache, chosen.to(runner.device))
+    mask = chosen[:, None] >= torch.arange(embeddings.shape[0])[None]
+    where = chosen.to(embeddings.device)
+    _forward(runner, fresh, embeddings[where], positions[..., chosen], mask[None, None].to(runner.device))
+    return fresh
+
+
+class _Overwriting(DynamicCache):
+    """New keys and values replace those at chosen places instead of being appended."""
+
+    def __init__(self, cache: DynamicCache, chosen: torch.Tensor) -> None:
+        super().__init__()
+        self._chosen = chosen
+        self.layers = fill_cache(
+            [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        ).layers
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ):
+        layer = self.layers[layer_idx]
+        layer.keys[:, :, self._chosen] = keys
+        layer.values[:, :, self._chosen] = values
+        return layer.keys, layer.values
+
+
+def _side_by_side(lengths: Sequence[int], num_cached: int) -> torch.Tensor:
+    """(1, 1, N, P + N), true where a token may look: the whole context, and its own prompt up to itself."""
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    own = (owner[:, None] == owner[None]).tril()
+    return torch.cat([torch.ones(len(owner), num_cached, dtype=torch.bool), own], dim=1)[None, None]
+
+
+def _stacked(caches: Sequence[DynamicCache]) -> DynamicCache:
+    """One cache whose batch are the given ones, in fresh memory."""
+    return fill_cache([
+        (torch.cat([layer.keys for layer in layers]), torch.cat([layer.values for layer in layers]))
+        for layers in zip(*(cache.layers for cache in caches), strict=True)
+    ])  # fmt: skip
+
+
+def _forward(
+    runner: ModelRunner,
+    cache: DynamicCache,
+    embeddings: torch.Tensor,
+    positions: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """Last hidden states (A, N, hidden) of the same N tokens over the A contexts of a cache."""
+    decoder = decoder_of(runner.model)
+    size = cache.layers[0].keys.shape[0]
+    batched = (
+        positions[:, None].expand(-1, size, -1) if positions.ndim == 2 else positions[None].expand(size, -1)
+    )
+    with _dense_attention(decoder):
+        output = decoder(
+            inputs_embeds=embeddings[None].expand(size, -1, -1),
+            position_ids=batched.to(runner.device),
+            attention_mask=mask,
+            use_cache=True,
+            **{cache_argument(decoder): cache},
+        )
+    return output.last_hidden_state
+
+
+@contextmanager
+def _dense_attention(decoder: torch.nn.Module) -> Iterator[None]:
+    """SDPA inside the block: flash-attn takes no mask of one's own."""
+    config = decoder.config
+    before = config._attn_implementation
+    config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

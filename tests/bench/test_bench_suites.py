@@ -1,0 +1,137 @@
+"""Whole suites, small: what they hand over, and that a seed decides it. Nothing here asserts a time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kamera_cli.bench import SUITES, BenchOptions, fidelity, run, store, ttft
+from kamera_cli.bench.cards import bench_episode
+from kamera_cli.bench.episodes import shuffled
+from kamera_cli.bench.geometry import GEOMETRIES, write_checkpoint
+from kamera_cli.errors import UsageError
+from kamera_cli.settings import Settings
+from kamera_cli.text import strict_json
+from kamera_cli.tiny.world import episode
+
+
+def quiet(_step: object) -> None:
+    pass
+
+
+def test_episodes_to_measure_on_are_not_those_of_training_or_selection() -> None:
+    drawn = bench_episode(0, 0)
+    assert all(episode(0, num_chunks=3, split=split) != drawn for split in ("train", "eval", "example"))
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_an_arrangement_is_never_the_order_of_ingest(count: int) -> None:
+    orders = {shuffled(count, seed) for seed in range(30)}
+    assert tuple(range(count)) not in orders
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert shuffled(count, 3) == shuffled(count, 3)
+
+
+def test_fidelity_runs_all_arms_and_a_seed_decides_it(settings: Settings, tmp_path: Path) -> None:
+    options = BenchOptions(out=tmp_path, ranks=(2, 32), episodes=2, rivals=("oracle",))
+    first = fidelity.measure(settings, options, quiet)
+    again = fidelity.measure(settings, options, quiet)
+    ignored = {"seconds_per_episode"}
+    assert {k: v for k, v in first.data.items() if k not in ignored} == {
+        k: v for k, v in again.data.items() if k not in ignored
+    }
+    arms = first.data["arms"]
+    assert arms["re-prefill"]["kl_mean"] == 0.0
+    assert arms["patch, rank 32"]["kl_mean"] < arms["patch, rank 2"]["kl_mean"] < arms["blind"]["kl_mean"]
+    assert 0 < arms["patch, rank 2"]["energy"] < arms["patch, rank 32"]["energy"] <= 1
+    assert arms["patch, rank 2"]["patch_raw_bytes"] * 16 == arms["patch, rank 32"]["patch_raw_bytes"]
+    assert {name.split()[0] for name in arms} == {"re-prefill", "blind", "patch,", "patch", "oracle"}
+    assert all(arm["two_hop"]["count"] == 8 for arm in arms.values())
+    assert all(len(row) == len(table.columns) for table in first.tables for row in table.rows)
+    json.dumps(strict_json(first.data), allow_nan=False)
+
+
+def test_ttft_times_four_arms_over_the_same_prompt(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ttft, "COUNTS", (1, 2))
+    monkeypatch.setattr(ttft, "HEADLINE", 2)
+    monkeypatch.setattr(ttft, "NUM_RUNS", 2)
+    monkeypatch.setattr(ttft, "NUM_SWEEP_RUNS", 2)
+    monkeypatch.setattr(ttft, "NUM_QUESTIONS", 1)
+    result = ttft.measure(settings, BenchOptions(out=tmp_path), quiet)
+    for point in result.data["points"]:
+        assert set(point["ttft"]) == {"full", "reprefill", "patched", "blind"}
+        assert all(arm["num_runs"] == 2 and arm["min_ms"] > 0 for arm in point["ttft"].values())
+        assert point["num_visual_tokens"] == 128 * point["num_chunks"]
+        assert set(point["stages_ms"]["patched"]) == set(ttft.STAGES)
+    longest = result.data["points"][-1]
+    assert max(longest["kl"]["patched"]) < max(longest["kl"]["blind"])
+    assert max(longest["kl"]["reprefill"]) < 1e-6
+    assert not settings.store.exists()
+    assert all(len(row) == len(table.columns) for table in result.tables for row in table.rows)
+    json.dumps(strict_json(result.data), allow_nan=False)
+
+
+def test_a_geometry_of_random_weights_loads_like_any_checkpoint(tmp_path: Path, settings: Settings) -> None:
+    from kamera_cli.engine import Engine
+
+    small = replace(GEOMETRIES["small"], num_layers=2, vision_depth=1, full_attention=(0,))
+    parameters = write_checkpoint(small, tmp_path / "model", seed=1)
+    with Engine(replace(settings, model=str(tmp_path / "model"), store=tmp_path / "store")) as engine:
+        assert engine.self_test().ok
+        assert sum(weight.numel() for weight in engine.runner.model.parameters()) == parameters
+        assert engine.runner.family.num_layers == 2
+
+
+def test_the_store_suite_measures_real_kv_raw_and_compressed(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "NUM_RECORDS", 2)
+    monkeypatch.setattr(store, "NUM_CHUNKS", 1)
+    monkeypatch.setattr(store, "NUM_RUNS", 1)
+    result = store.measure(settings, BenchOptions(out=tmp_path), quiet)
+    ratios = {(arm["dtype"], arm["codec"][:3]): arm["ratio"] for arm in result.data["arms"]}
+    assert ratios["bfloat16", "raw"] == 1.0
+    assert ratios["bfloat16", "byt"] > 1.2
+    assert not list(tmp_path.glob("store-*"))
+
+
+def test_a_run_writes_its_files_and_leaves_the_users_store_alone(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "NUM_RECORDS", 1)
+    monkeypatch.setattr(store, "NUM_CHUNKS", 1)
+    monkeypatch.setattr(store, "NUM_RUNS", 1)
+    result = run(["store"], settings, BenchOptions(out=tmp_path / "out"))
+    document = json.loads((tmp_path / "out" / "bench.json").read_text("utf-8"))
+    assert document["suites"]["store"]["arms"] == result.to_json()["suites"]["store"]["arms"]
+    assert set(document["environment"]["versions"]) >= {"torch", "transformers"}
+    assert not settings.store.exists()
+
+
+@pytest.mark.parametrize(
+    ("suites", "change", "words"),
+    [
+        (["speed"], {}, "no suite 'speed'"),
+        (["store"], {"geometry": "huge"}, "--geometry 'huge'"),
+        (["store"], {"rivals": ("magic",)}, "--rivals 'magic'"),
+        (["store"], {"ranks": (0,)}, "--ranks 0"),
+        (["store"], {"seed": -1}, "--seed -1"),
+        (["store"], {"episodes": 0}, "--episodes 0"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_any_work(
+    settings: Settings, tmp_path: Path, suites: list[str], change: dict, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        run(suites, settings, BenchOptions(out=tmp_path / "out", **change))
+
+
+def test_every_suite_has_a_module_that_measures() -> None:
+    from importlib import import_module
+
+    assert all(callable(import_module(f"kamera_cli.bench.{name}").measure) for name in SUITES)
