@@ -118,9 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.dup2(2, 1)
     sys.stdout = result_stream
     code = run(sys.argv[1:] if argv is None else argv)
-    if code == CLOSED_PIPE:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), result_stream.fileno())
-    result_stream.close()
+    with contextlib.suppress(OSError):  # what could not be written was said already
+        result_stream.close()
     return code
 
 

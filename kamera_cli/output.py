@@ -86,6 +86,8 @@ class Output:
             self.out.flush()
         except BrokenPipeError as error:
             raise ClosedPipe from error
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, "stdout") from error
         except UnicodeEncodeError:
             encoding = getattr(self.out, "encoding", None) or "ascii"
             self.out.write(text.encode(encoding, "backslashreplace").decode(encoding))

@@ -65,7 +65,9 @@ def bench(
     )
     with session.output.working() as on_progress:
         result = run(chosen, session.settings, options, on_progress)
-    session.output.result("bench", result.to_json(), lambda: view(result, out))
+    document = result.to_json()
+    document["total_ms"] = document.pop("total_s") * 1000
+    session.output.result("bench", document, lambda: view(result, out))
 
 
 def choose_suites(names: list[str], available: Mapping[str, object]) -> tuple[str, ...]:

@@ -177,6 +177,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         state.output.json_mode, state.output.quiet, state.output.verbose = (
             bool(flags.get(switch)) for switch in _SWITCHES
         )
+        if state.output.quiet and state.output.verbose:
+            raise UsageError("-q and -v exclude each other")
         settings = Settings.resolve(**{name: value for name, value in flags.items() if name not in _SWITCHES})
         function(Session(settings, state.output, ctx.invoked_subcommand), **values)
 

@@ -297,3 +297,12 @@ def test_a_checkpoint_passes_its_self_test(cli: Cli) -> None:
     assert document["ok"] is True
     assert len(document["checks"]) >= 4
     assert "Qwen2.5-VL" in cli("models").out
+
+
+def test_bench_prints_one_object_and_writes_its_files(cli: Cli, tmp_path: Path) -> None:
+    document = cli(*CPU, "bench", "store", "--out", str(tmp_path / "out"), "--json").json
+    assert document["schema"] == "kamera.bench.v1"
+    assert document["total_ms"] > 0
+    assert list(document["suites"]) == ["store"]
+    assert document["files"]
+    assert all((tmp_path / "out" / Path(name).name).exists() for name in document["files"])

@@ -87,6 +87,7 @@ def test_ctrl_c_says_that_finished_work_is_kept(cli: Cli, engine: FakeEngine) ->
         ["query", "a", "b"],
         ["query", "x", "--no-such-option"],
         ["query", "x", "--rank", "0"],
+        ["-q", "query", "x", "-v"],
         ["query", "x", "--rank", "two"],
         ["query", "x", "--max-kl", "-1"],
         ["query", "x", "--max-kl", "nan"],

@@ -175,6 +175,13 @@ def test_a_listing_piped_to_head_ends_quietly(notes: list[str], cli: Program) ->
     assert ran.stdout.splitlines()[-1] in ("0", "141")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_stdout_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([*KAMERA, "models"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (6, "kamera: error: 'stdout': No space left on device\n")
+
+
 def test_closed_streams_do_not_crash(program: Program) -> None:
     command = f"{sys.executable} -m kamera_cli models >&- 2>&-; echo $?"
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
