@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kamera_cli.errors import KameraError, UsageError
+from kamera_cli.errors import KameraError
 from kamera_cli.jobs.ingest import IngestOptions, chunk_name, report
 from kamera_cli.media.errors import MediaError
 from kamera_cli.media.source import MediaChunk, Sampling, SourceInfo, chunks, inspect, num_chunks, printable
@@ -65,9 +65,8 @@ def encode_source(
     Raises
     ------
     MediaError
-        The file cannot be decoded, or changed while it was read.
-    UsageError
-        The model does not take this kind of source, or the source holds no token.
+        The file cannot be decoded, changed while it was read, holds no token, or is of a kind that the model does
+        not take.
     NoRoomError
         The quota leaves no room for a chunk; chunks before it stay.
     """
@@ -76,8 +75,8 @@ def encode_source(
         raise MediaError(path, "it changed while it was being read", "ingest it again when it is finished")
     kinds = engine.checkpoint.architecture.media
     if info.kind not in kinds:
-        raise UsageError(
-            f"model {engine.checkpoint.label} takes {', '.join(kinds)}, not {info.kind}: {info.path}"
+        raise MediaError(
+            path, f"it is {info.kind}, and model {engine.checkpoint.label} takes {', '.join(kinds)}"
         )
     if not options.dry_run:
         engine.ensure_self_tested()
@@ -98,7 +97,7 @@ def encode_source(
             raise
         notes = (*notes, f"only the first {len(encoder.results)} chunks: {error.reason}")
     if not encoder.results:
-        raise UsageError(f"{info.path} holds no token for this model")
+        raise MediaError(path, "it holds no token for this model")
     if not options.dry_run:
         _index(engine, identity, info, options, notes, encoder.records)
     times = {f"{name}_ms": value for name, value in encoder.spent.items()}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kamera_cli.errors import RefusedError, UsageError
+from kamera_cli.media.chunk import Sampling
 from kamera_cli.media.errors import MediaError
 from kamera_cli.media.files import content_sha256
 from kamera_cli.media.rules import RULES, decoder_versions
@@ -26,7 +27,7 @@ from kamera_cli.results import (
     WindowView,
 )
 from kamera_cli.window import SPACE, appended, load_window, update_window
-from kamera_store.errors import KameraStoreError
+from kamera_store.errors import KameraStoreError, NoRoomError
 from kamera_store.keys import Identity, source_identity
 from kamera_store.records import Record
 
@@ -68,13 +69,15 @@ def ingest(engine: Engine, sources: Sequence[str], window: str, options: IngestO
         No source, an option out of range, or ``name`` for more than one source.
     RefusedError
         The window belongs to another model.
+    NoRoomError
+        The quota does not hold all sources at once.
     """
     _check(sources, options)
     started = time.perf_counter()
     fingerprint = engine.fingerprint
     _refuse_other_model(engine, window, fingerprint)
     done: list[IngestedSource] = []
-    entries: list[WindowEntry] = []
+    kept: list[Record] = []
     failures: list[SourceFailure] = []
     for path in sources:
         try:
@@ -87,8 +90,10 @@ def ingest(engine: Engine, sources: Sequence[str], window: str, options: IngestO
             )
             continue
         done.append(source)
-        entries += [_entry(record, options.name) for record in records]
-    if not options.dry_run and entries and (options.partial or not failures):
+        kept += records
+    if not options.dry_run and kept and (options.partial or not failures):
+        _refuse_pushed_out(engine, kept)
+        entries = [_entry(record, options.name) for record in kept]
         view = update_window(
             engine.store,
             engine.settings.tenant,
@@ -106,8 +111,16 @@ def _check(sources: Sequence[str], options: IngestOptions) -> None:
         raise UsageError("name at least one source")
     if options.name is not None and len(sources) > 1:
         raise UsageError("--name goes with one source")
+    Sampling(options.fps, options.chunk_seconds, chunk_tokens=options.chunk_tokens)
     if options.max_pixels is not None and options.max_pixels < 1:
         raise UsageError(f"--max-pixels {options.max_pixels}: must be at least 1")
+
+
+def _refuse_pushed_out(engine: Engine, kept: Sequence[Record]) -> None:
+    """Nothing pins a chunk before its window is written, so later sources may have pushed earlier ones out."""
+    if any(engine.store.get(record.key) is None for record in kept):
+        needed = sum({record.key: record.stored_bytes for record in kept}.values())
+        raise NoRoomError(needed, engine.store.quota_bytes, "quota, for all sources of one ingest")
 
 
 def _refuse_other_model(engine: Engine, window: str, fingerprint: str) -> None:
