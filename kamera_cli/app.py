@@ -95,8 +95,8 @@ for _name, _command in (
     ("verify", verify),
     ("compact", compact),
 ):
-    app.command(_name)(_command)
-app.add_typer(models_app, name="models")
+    app.command(_name, epilog=shared.EPILOG)(_command)
+app.add_typer(models_app, name="models", epilog=shared.EPILOG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kamera_cli.commands.session import Session, command
+from kamera_cli.commands.session import EPILOG, Session, command
 from kamera_cli.errors import RefusedError
 from kamera_cli.text import count, display, table
 
@@ -34,7 +34,7 @@ def models(session: Session) -> None:
         session.output.result("models", {"architectures": rows}, list_view)
 
 
-@app.command("check")
+@app.command("check", epilog=EPILOG)
 @command
 def check(
     session: Session,

@@ -79,6 +79,8 @@ GLOBAL_OPTIONS: dict[str, object] = {
 }
 """Name of the setting or output switch, and its option. They may stand before or after the command's name."""
 
+EPILOG = "Options of `kamera --help`, such as --json, --store or --device, may stand here too."
+
 _SWITCHES = ("json_mode", "quiet", "verbose")
 
 

@@ -103,12 +103,7 @@ def payload(record: Record, patches: Sequence[Record]) -> dict[str, object]:
 def in_ms(value: object) -> object:
     """``value`` with every ``*_s`` field of seconds turned into ``*_ms``, as all JSON output has it."""
     if isinstance(value, Mapping):
-        return {
-            f"{name[:-2]}_ms" if _is_seconds(name, item) else name: item * 1000
-            if _is_seconds(name, item)
-            else in_ms(item)
-            for name, item in value.items()
-        }
+        return dict(_field_in_ms(name, item) for name, item in value.items())
     if isinstance(value, (list, tuple)):
         return [in_ms(item) for item in value]
     return value
@@ -144,8 +139,10 @@ def view(record: Record, patches: Sequence[Record]) -> Iterable[RenderableType]:
     )
 
 
-def _is_seconds(name: str, value: object) -> bool:
-    return name.endswith("_s") and isinstance(value, (int, float)) and not isinstance(value, bool)
+def _field_in_ms(name: str, value: object) -> tuple[str, object]:
+    if name.endswith("_s") and (value is None or isinstance(value, (int, float))):
+        return f"{name[:-2]}_ms", None if value is None else value * 1000
+    return name, in_ms(value)
 
 
 def _brief(value: object) -> str:
