@@ -130,11 +130,14 @@ class Library:
             "fingerprint": self.fingerprint,
             **meta,
         }
-        older = self.store.find(identity, tenant=self.tenant)
-        if older is not None:
-            self.store.delete([older.key])
         self.store.put(
-            identity, tenant=self.tenant, unit=chunk.unit, meta=described, tensors=tensors, cost_ms=cost_ms
+            identity,
+            tenant=self.tenant,
+            unit=chunk.unit,
+            meta=described,
+            tensors=tensors,
+            cost_ms=cost_ms,
+            replace=True,
         )
         return self.store.find(identity, tenant=self.tenant)
 

@@ -230,9 +230,9 @@ def _index(
         "fingerprint": engine.fingerprint,
     }
     tenant = engine.settings.tenant
-    if (old := engine.store.find(identity, tenant=tenant)) is not None:
-        engine.store.delete([old.key])
-    engine.store.put(identity, tenant=tenant, unit=identity.id, meta=meta, tensors=[], cost_ms=0.0)
+    engine.store.put(
+        identity, tenant=tenant, unit=identity.id, meta=meta, tensors=[], cost_ms=0.0, replace=True
+    )
 
 
 def _warn_coarse_time(engine: Engine, inputs: ChunkInputs) -> bool:

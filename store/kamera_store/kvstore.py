@@ -7,7 +7,6 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,16 +37,12 @@ _DISK_SHARE = 0.8
 _QUOTA_KEY, _PULSE_KEY = b"quota", b"pulse"
 _MIN_QUOTA_BYTES = 1 << 20
 _BATCH = 256
-_ROOM_TRIES = 8
+_ROOM_TRIES = 3
 _UNREADABLE = (DamagedError, FormatVersionError, UnsupportedDtypeError)
 
 
-@dataclass(frozen=True)
-class _Shortage:
-    """A write found too little room in its own transaction."""
-
-    used_bytes: int
-    quota_bytes: int
+class _ShortageError(Exception):
+    """A write found too little room in its own transaction, which is given up."""
 
 
 class KVStore:
@@ -163,6 +158,7 @@ class KVStore:
         tensors: Iterable[TensorBytes],
         cost_ms: float,
         created_s: float | None = None,
+        replace: bool = False,
     ) -> bool:
         """Store a record, all of it or nothing.
 
@@ -180,6 +176,8 @@ class KVStore:
             What it took to make.
         created_s : float, optional
             Unix time in seconds; now by default.
+        replace : bool
+            Write over a record of the same identity, in the same transaction that removes it.
 
         Returns
         -------
@@ -199,7 +197,7 @@ class KVStore:
         if self.read_only:
             raise ReadOnlyError(f"store {self.path} is open for reading only")
         with self._env.read() as txn:
-            if self._stands(txn, identity, tenant):
+            if self._stands(txn, identity, tenant, replace):
                 return False
         items = list(tensors)
         self.check_room(sum(tensor.raw_bytes for tensor in items))
@@ -207,27 +205,35 @@ class KVStore:
             identity, tenant=tenant, unit=unit, meta=meta, tensors=items, cost_ms=cost_ms, created_s=created_s
         )
         for _ in range(_ROOM_TRIES):
-            outcome = self._write(lambda txn: self._put_in(txn, prepared))
-            if not isinstance(outcome, _Shortage):
-                return outcome
-            self._make_room(prepared, outcome)
-        raise NoRoomError(prepared.needed_bytes, max(0, outcome.quota_bytes - outcome.used_bytes))
+            try:
+                return self._write(lambda txn: self._put_in(txn, prepared, replace))
+            except _ShortageError:
+                # Evicted in a transaction of its own: the next one but one can use the pages again.
+                pass
+            with self._env.read() as txn:
+                plan = _plan_room(txn, prepared)
+            self.evict(plan)
+        # Others took the room each time: evict and write at once, and let the file grow by one record.
+        return self._write(lambda txn: self._put_in(txn, prepared, replace, evicting=True))
 
-    def _put_in(self, txn: Transaction, prepared: Prepared) -> bool | _Shortage:
+    def _put_in(self, txn: Transaction, prepared: Prepared, replace: bool, evicting: bool = False) -> bool:
         from . import payload
 
         record = prepared.record
-        if self._stands(txn, Identity(record.kind, record.key, record.digest), record.tenant):
+        if self._stands(txn, Identity(record.kind, record.key, record.digest), record.tenant, replace):
             return False
         ledger.remove(txn, record.key)
+        if evicting:
+            for key in _plan_room(txn, prepared).keys:
+                ledger.remove(txn, key)
         used, quota = txn.used_bytes(), _quota(txn)
-        if used + prepared.needed_bytes > quota - _reserve(quota):
-            return _Shortage(used, quota)
+        if not evicting and used + prepared.needed_bytes > quota - _reserve(quota):
+            raise _ShortageError
         payload.write(txn, prepared, time.time())
         return True
 
-    def _stands(self, txn: Transaction, identity: Identity, tenant: str) -> bool:
-        """Whether the key is taken, by this content or by another one, in a sound record."""
+    def _stands(self, txn: Transaction, identity: Identity, tenant: str, replace: bool) -> bool:
+        """Whether the key is taken for good: by other content, or by this one when it is not to be replaced."""
         from . import payload
 
         header = txn.get("records", identity.key)
@@ -236,41 +242,13 @@ class KVStore:
         try:
             record = decode_header(identity.key, header)
             if _same(record, identity, tenant):
+                if replace:
+                    return False
                 payload.require_sound(txn, record)
         except (DamagedError, UnsupportedDtypeError) as error:
             warnings.warn(f"{error}; written again", DamagedRecordWarning, stacklevel=4)
             return False
         return True
-
-    def _make_room(self, prepared: Prepared, shortage: _Shortage) -> None:
-        record = prepared.record
-        quota = shortage.quota_bytes
-        limit = quota - _reserve(quota)
-        if prepared.needed_bytes > limit:
-            raise NoRoomError(prepared.needed_bytes, limit)
-        with self._env.read() as txn:
-            pinned, usages, used = states.pinned(txn), list(ledger.usages(txn)), txn.used_bytes()
-        slack = min(limit // 32, limit - prepared.needed_bytes)
-        named = frozenset(
-            (*(key for key in (ledger.references(record)[0],) if key), *ledger.references(record)[1])
-        )
-        protected = {(record.tenant, record.unit)} | {
-            (row.tenant, row.unit) for row in usages if row.key in named
-        }
-        units = eviction.group_units(usages)
-        for aim in (limit - prepared.needed_bytes - slack, limit - prepared.needed_bytes):
-            plan = eviction.plan_eviction(
-                units,
-                used_bytes=used,
-                now_s=time.time(),
-                to_bytes=aim,
-                pinned=pinned,
-                protected=frozenset(protected),
-            )
-            if plan.reached:
-                self.evict(plan)
-                return
-        raise NoRoomError(prepared.needed_bytes, max(0, limit - used + plan.freed_bytes))
 
     def check_room(self, raw_bytes: int) -> None:
         """Refuse before any encoding what cannot fit even when everything evictable went.
@@ -566,6 +544,37 @@ class KVStore:
 def _reserve(quota_bytes: int) -> int:
     """Part of the quota that records may not take, so that windows and stamps can always be written."""
     return min(64 << 20, max(128 << 10, quota_bytes // 64))
+
+
+def _plan_room(txn: Transaction, prepared: Prepared) -> EvictionPlan:
+    """Which units go so that a record fits, with some slack if it can be had.
+
+    Raises
+    ------
+    NoRoomError
+        If all that may go is not enough.
+    """
+    record, quota, used = prepared.record, _quota(txn), txn.used_bytes()
+    limit = quota - _reserve(quota)
+    usages, pinned = list(ledger.usages(txn)), states.pinned(txn)
+    chunk, antecedents = ledger.references(record)
+    named = {chunk, *antecedents}
+    protected = {(record.tenant, record.unit)} | {
+        (row.tenant, row.unit) for row in usages if row.key in named
+    }
+    units, aim = eviction.group_units(usages), limit - prepared.needed_bytes
+    for slack in (min(limit // 32, max(0, aim)), 0):
+        plan = eviction.plan_eviction(
+            units,
+            used_bytes=used,
+            now_s=time.time(),
+            to_bytes=aim - slack,
+            pinned=pinned,
+            protected=frozenset(protected),
+        )
+        if plan.reached:
+            return plan
+    raise NoRoomError(prepared.needed_bytes, max(0, limit - used + plan.freed_bytes))
 
 
 def _stored_quota(txn: Transaction) -> int | None:
