@@ -154,12 +154,17 @@ def _weight_files(model: str, path: Path) -> tuple[Path, ...]:
 def weights_digest(
     checkpoint: Checkpoint, store: KVStore, *, rehash: bool, on_hash: Callable[[str], None]
 ) -> str:
-    """Digest of weight and adapter bytes, remembered per (device, inode, size, mtime in ns) in the store."""
+    """Digest of weight and adapter bytes, remembered in the store per (device, inode, size, mtime, ctime in ns).
+
+    The change time notices a file that was overwritten in place and given its old modification time back.
+    """
     files = sorted({*checkpoint.weight_files, *checkpoint.path.glob("adapter_*")})
     digests = {}
     for file in files:
         stat = os.stat(file)
-        name = f"{stat.st_dev}-{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}"
+        name = "-".join(
+            map(str, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+        )
         state = None if rehash else store.get_state("weights", name)
         if state is None:
             on_hash(file.name)
