@@ -6,6 +6,7 @@ relative positions and canonical KV. Nothing is decoded or seen by the vision to
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from kamera_cli.model.positions import RelativePositions
 from kamera_cli.model.runner import ChunkInputs, EncodedChunk, Segment
 from kamera_cli.operator.patch import Factors, LayerPatch
 from kamera_cli.results import WindowEntry
+from kamera_store.errors import DamagedError, DamagedRecordWarning
 from kamera_store.keys import Identity, chunk_identity, patch_identity
 from kamera_store.kvstore import KVStore
 from kamera_store.records import Record, TensorBytes
@@ -100,8 +102,12 @@ class Library:
         return patch_identity(chunk=chunk, antecedents=antecedents, kind=kind, tenant=self.tenant)
 
     def find_patch(self, chunk: Identity, antecedents: Sequence[Identity], kind: str) -> Record | None:
-        """The stored patch for exactly this conditioning."""
-        return self.store.find(self.patch_identity(chunk, antecedents, kind), tenant=self.tenant)
+        """The stored patch for exactly this conditioning; a damaged one is a miss with a warning."""
+        try:
+            return self.store.find(self.patch_identity(chunk, antecedents, kind), tenant=self.tenant)
+        except DamagedError as error:
+            warnings.warn(f"{error}; counted as a miss", DamagedRecordWarning, stacklevel=2)
+            return None
 
     def put_patch(
         self,

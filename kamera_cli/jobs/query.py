@@ -22,7 +22,7 @@ from kamera_cli.model.runner import Segment
 from kamera_cli.operator.plan import Action, Offer, Plan, Reuse, Wanted, plan
 from kamera_cli.results import ChunkReceipt, QueryResult, Stages
 from kamera_cli.window import load_window, reconditioned, update_window
-from kamera_store.errors import DamagedError
+from kamera_store.errors import DamagedError, MissingRecordError
 from kamera_store.records import Record
 
 if TYPE_CHECKING:
@@ -217,17 +217,27 @@ def _prepare(
     question_ids: torch.Tensor,
     options: QueryOptions,
 ) -> tuple[Plan, Ready]:
-    """Assemble as planned, or prefill; damage found while reading turns ``auto`` into a prefill."""
+    """Assemble as planned, or prefill; what cannot be read after all turns ``auto`` into a prefill."""
     if chosen.fallback is None:
         try:
             return chosen, _reused(engine, library, found, chosen, question_ids, options.rank)
-        except DamagedError as error:
+        except (DamagedError, MissingRecordError) as error:
             if options.reuse != "auto" or options.require_hit:
                 raise
             engine.warn(f"{error}; answering from a prefill instead")
-            reason = tuple(Action("prefilled", why_not="damaged") for _ in found)
-            chosen = Plan(reason, "a stored chunk or patch is damaged")
+            chosen = _without(found, error)
     return chosen, _prefilled(engine, library, found, question_ids)
+
+
+def _without(found: Sequence[Found], error: DamagedError | MissingRecordError) -> Plan:
+    """A prefill, because a stored chunk or patch is damaged or was evicted meanwhile; the receipt says which."""
+    why, fallback = (
+        ("damaged", "a stored chunk or patch is damaged")
+        if isinstance(error, DamagedError)
+        else ("no_patch", "a patch was evicted meanwhile")
+    )
+    blamed = [error.key in (chunk.record.key, chunk.patch and chunk.patch.key) for chunk in found]
+    return Plan(tuple(Action("prefilled", why_not=why if blame else None) for blame in blamed), fallback)
 
 
 def _reused(
