@@ -6,6 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError
 
 from kamera_cli.errors import RefusedError, UsageError
 from kamera_cli.model import compat
@@ -66,7 +67,7 @@ def load(
         )
         processor = compat.AutoProcessor.from_pretrained(source, **options) if vision else None
         tokenizer = processor.tokenizer if vision else compat.AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise RefusedError(
             f"model {checkpoint.label} cannot be loaded: {str(error).splitlines()[0]}"
         ) from error

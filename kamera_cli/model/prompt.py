@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from kamera_cli.errors import RefusedError
@@ -57,6 +58,10 @@ def prompt_format(renderer: object, *, media: tuple[str, ...], bos: str) -> Prom
             if not before.startswith(preamble) or (middle, after) != (between, suffix):
                 raise RefusedError(f"the chat template does not place a {kind} item as a block of its own")
             blocks[kind] = before[len(preamble) :]
+    for pair in itertools.product(blocks, repeat=2):
+        before, _, _ = _split(renderer, [{"type": kind} for kind in pair], rich_content)
+        if before != preamble + blocks[pair[0]] + blocks[pair[1]]:
+            raise RefusedError(f"the chat template writes a {pair[1]} item otherwise after a {pair[0]} item")
     return PromptFormat(preamble, blocks, between, suffix)
 
 
