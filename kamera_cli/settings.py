@@ -28,6 +28,9 @@ ENVIRONMENT = {
 MIN_QUOTA_BYTES = 1 << 20
 """Less than this no store can work with."""
 
+MAX_NAME_BYTES = 200
+"""Of a tenant or a window."""
+
 _BYTE_UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGTP", start=1)
@@ -100,7 +103,7 @@ class Settings:
                 raise UsageError(f"a quota of {quota} is too small for a store; give at least 1MiB")
         values["store"] = _store_path(values.get("store"))
         if "tenant" in values:
-            values["tenant"] = _checked_name("tenant", str(values["tenant"]))
+            values["tenant"] = checked_name("tenant", str(values["tenant"]))
         if not str(values.get("model", DEFAULT_MODEL)).strip():
             raise UsageError("the model's name is empty; give --model a folder or a name, or leave it out")
         return cls(**values)  # type: ignore[arg-type]
@@ -162,9 +165,18 @@ def _store_path(value: object) -> Path:
     return Path(str(value)).expanduser()
 
 
-def _checked_name(what: str, name: str) -> str:
+def checked_name(what: str, name: str) -> str:
+    """``name``, if a tenant or a window can be called so.
+
+    Raises
+    ------
+    UsageError
+        If it is empty, longer than `MAX_NAME_BYTES` in UTF-8, or holds ``/``, control characters or bad UTF-8.
+    """
     if not name or "/" in name or not name.isprintable():
         raise UsageError(
             f"{name!r} cannot name a {what}: it must not be empty and hold neither '/' nor control characters"
         )
+    if len(name.encode("utf-8")) > MAX_NAME_BYTES:
+        raise UsageError(f"the name of the {what} is longer than {MAX_NAME_BYTES} bytes; give a shorter one")
     return name

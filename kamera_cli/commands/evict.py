@@ -131,8 +131,6 @@ def evict_from_store(
 def finish(session: Session, *, compact: bool) -> dict[str, object]:
     """Compact when asked, and say what the file now is: its size and what is free inside it are told apart."""
     report: dict[str, object] = {}
-    if not session.settings.store.exists():
-        return report
     with session.store(read_only=not compact) as store:
         if compact:
             with session.output.working():

@@ -11,6 +11,7 @@ import typer
 from kamera_cli.commands.session import Session, WindowOption, command
 from kamera_cli.errors import KameraError, PartialFailure, UsageError
 from kamera_cli.results import IngestedChunk, IngestedSource, IngestResult, SourceFailure
+from kamera_cli.settings import checked_name
 from kamera_cli.text import count, display, format_bytes, format_ms, short_id, table
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ def ingest(
     settings is neither decoded nor encoded.
     """
     check_sampling(fps, chunk_seconds)
+    if not all(sources):
+        raise UsageError("a source's name is empty")
+    if name is not None:
+        checked_name("chunk", name)
     with session.engine(creates_store=True) as engine:
         result = engine.ingest(
             sources,

@@ -75,6 +75,8 @@ def query(
 
     The receipt says for each chunk what was used, and where the time went.
     """
+    if not is_text(question):
+        raise UsageError("the question is no valid UTF-8; type it again or check the terminal's encoding")
     if max_kl is not None and not max_kl >= 0.0:
         raise UsageError(f"--max-kl {max_kl} is no bound; give a number from 0 up")
     with session.engine() as engine:
@@ -94,6 +96,11 @@ def query(
     for warning in result.warnings:
         session.output.warn(warning)
     session.output.result("query", payload(result), lambda: view(result, brief=session.output.quiet))
+
+
+def is_text(text: str) -> bool:
+    """Whether ``text`` came from valid UTF-8: bytes of an argument that were not stand in it as lone surrogates."""
+    return not any(0xD800 <= ord(char) <= 0xDFFF for char in text)
 
 
 def parse_order(text: str | None) -> list[str] | None:

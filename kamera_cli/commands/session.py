@@ -15,7 +15,7 @@ import typer
 
 from kamera_cli.errors import KameraError, NotFoundError, UsageError
 from kamera_cli.output import Output
-from kamera_cli.settings import Attention, Device, Dtype, Settings
+from kamera_cli.settings import Attention, Device, Dtype, Settings, checked_name
 from kamera_cli.text import format_bytes
 
 if TYPE_CHECKING:
@@ -182,6 +182,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         if state.output.quiet and state.output.verbose:
             raise UsageError("-q and -v exclude each other")
         settings = Settings.resolve(**{name: value for name, value in flags.items() if name not in _SWITCHES})
+        if values.get("window") is not None:
+            checked_name("window", str(values["window"]))
         function(Session(settings, state.output, ctx.invoked_subcommand), **values)
 
     keyword = inspect.Parameter.KEYWORD_ONLY

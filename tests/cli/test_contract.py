@@ -88,6 +88,14 @@ def test_ctrl_c_says_that_finished_work_is_kept(cli: Cli, engine: FakeEngine) ->
         ["query", "x", "--no-such-option"],
         ["query", "x", "--rank", "0"],
         ["-q", "query", "x", "-v"],
+        ["query", "x\udcff"],
+        ["query", "x", "--window", ""],
+        ["ingest", "a.mp4", "--window", "a/b"],
+        ["ls", "--window", "n\nl"],
+        ["recall", "1", "--window", "\udcff"],
+        ["evict", "1", "--window", "w" * 300],
+        ["ingest", "a.mp4", "--name", "\udcff"],
+        ["ingest", ""],
         ["query", "x", "--rank", "two"],
         ["query", "x", "--max-kl", "-1"],
         ["query", "x", "--max-kl", "nan"],
@@ -118,7 +126,7 @@ def test_ctrl_c_says_that_finished_work_is_kept(cli: Cli, engine: FakeEngine) ->
         ["recall", "1", "--at", "0"],
         ["bench", "nope"],
     ],
-    ids=" ".join,
+    ids=lambda arguments: ascii(" ".join(arguments))[1:60],
 )
 def test_a_request_that_makes_no_sense_is_one_line_and_code_2(
     cli: Cli, engine: FakeEngine, arguments: list[str]
