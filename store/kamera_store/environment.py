@@ -136,19 +136,31 @@ class _Turnstile:
         finally:
             self.leave()
 
+    def shut(self) -> None:
+        """Let nobody in and wait until all are out, except this thread itself."""
+        own = 1 if getattr(self._own, "depth", 0) else 0
+        with self._condition:
+            while self._closed:
+                self._condition.wait()
+            self._closed = True
+            while self._inside > own:
+                self._condition.wait()
+
+    def reopen(self) -> None:
+        """End what `shut` began."""
+        with self._condition:
+            self._closed = False
+            self._condition.notify_all()
+
     @contextmanager
     def alone(self) -> Iterator[None]:
+        """Nobody else is inside during the block."""
         assert not getattr(self._own, "depth", 0), "the map cannot be changed from inside a transaction"
-        with self._condition:
-            self._condition.wait_for(lambda: not self._closed)
-            self._closed = True
-            self._condition.wait_for(lambda: self._inside == 0)
+        self.shut()
         try:
             yield
         finally:
-            with self._condition:
-                self._closed = False
-                self._condition.notify_all()
+            self.reopen()
 
 
 @contextmanager
@@ -162,9 +174,13 @@ def _translated(folder: str) -> Iterator[None]:
         raise FormatVersionError("unknown", "LMDB 0.9", f"data file in {folder}") from error
     except lmdb.ReadonlyError as error:
         raise ReadOnlyError(f"store {folder} is open for reading only") from error
-    except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError,
+    except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError,
             lmdb.PageFullError, lmdb.CursorFullError, lmdb.IncompatibleError) as error:  # fmt: skip
         raise StoreDamagedError(folder, "database pages", "a readable tree", str(error)) from error
+    except lmdb.PanicError as error:
+        raise StoreRefusedError(
+            f"store {folder} stopped: its last write broke off; close it, check the disk, open it again"
+        ) from error
     except lmdb.MemoryError as error:
         raise StoreRefusedError(
             f"store {folder} cannot be mapped into memory ({error}); raise the address space limit "
@@ -175,13 +191,15 @@ def _translated(folder: str) -> Iterator[None]:
             f"store {folder} has {_MAX_READERS} readers already; close some of them"
         ) from error
     except lmdb.Error as error:
-        text = str(error)
+        text, room = str(error), shutil.disk_usage(folder).free
         if isinstance(error, lmdb.DiskError) or any(
             os.strerror(code) in text for code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
         ):
-            room = shutil.disk_usage(folder).free
             raise NoRoomError(guard.BLOCK_BYTES, room, f"disk: {text}") from error
-        if any(os.strerror(code) in text for code in (errno.EIO,)):
+        if os.strerror(errno.EIO) in text:
+            if "commit" in text:
+                # LMDB's name for a write that the file system took only in part.
+                raise NoRoomError(guard.BLOCK_BYTES, room, f"disk full or failing: {text}") from error
             raise StoreDamagedError(folder, "reading", "no input/output error", text) from error
         raise StoreRefusedError(
             f"store {folder} cannot be opened ({text}); the file system must give locks and shared "
@@ -204,6 +222,7 @@ class Environment:
         self._env: lmdb.Environment | None = None
         self._tables: dict[str, object] = {}
         self._gate: guard.Gate | None = None
+        self._inherited: lmdb.Environment | None = None
 
     @classmethod
     def acquire(
@@ -287,20 +306,31 @@ class Environment:
         headroom = max(file_bytes + file_bytes // 4, file_bytes + _MIN_MAP_BYTES) if file_bytes else 0
         self._map_bytes = _rounded(max(wanted, headroom))
         with _translated(self.folder):
-            self._env = lmdb.open(
-                self.folder,
-                map_size=self._map_bytes,
-                max_dbs=len(TABLES) + 1,
-                max_readers=_MAX_READERS,
-                max_spare_txns=4,
-                mode=0o600,
-                readonly=self.read_only,
-                create=not self.read_only,
-                lock=True,
-                writemap=False,
-                readahead=True,
-            )
+            self._env = self._lmdb()
             self._env.reader_check()
+
+    def _lmdb(self) -> lmdb.Environment:
+        options = {
+            "map_size": self._map_bytes,
+            "max_dbs": len(TABLES) + 1,
+            "max_readers": _MAX_READERS,
+            "max_spare_txns": 0,
+            "mode": 0o600,
+            "readonly": self.read_only,
+            "create": not self.read_only,
+            "lock": True,
+            "writemap": False,
+        }
+        inherited, self._inherited = self._inherited, None
+        try:
+            return lmdb.open(self.folder, **options)
+        except lmdb.Error as error:
+            if inherited is None or "already open" not in str(error):
+                raise
+        # After a fork the binding still counts the parent's environment. It is at rest and without readers:
+        # closing it here leaves the parent's alone.
+        inherited.close()
+        return lmdb.open(self.folder, **options)
 
     def _open_tables(self, fresh: bool) -> None:
         env = self._env
@@ -505,6 +535,7 @@ class Environment:
 
     def _abandon(self) -> None:
         """After a fork: the parent's environment must be neither used nor closed here."""
+        self._inherited = self._env
         _abandoned.append(self._env)
         if self._gate is not None:
             self._gate.close()
@@ -607,7 +638,20 @@ def walk(folder: str, touch_values: bool, writable: bool) -> None:
                 raw.abort()
 
 
-def _forget_after_fork() -> None:
+def _before_fork() -> None:
+    """Let the transactions of all threads end first: what the child inherits is then at rest."""
+    _registry_lock.acquire()
+    for env in _registry.values():
+        env._turnstile.shut()
+
+
+def _after_fork_in_parent() -> None:
+    for env in _registry.values():
+        env._turnstile.reopen()
+    _registry_lock.release()
+
+
+def _after_fork_in_child() -> None:
     global _registry_lock
     _registry_lock = threading.Lock()
     for env in _registry.values():
@@ -620,5 +664,7 @@ def _close_all() -> None:
         env._close()
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)
 atexit.register(_close_all)

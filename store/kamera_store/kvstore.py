@@ -233,7 +233,7 @@ class KVStore:
         return True
 
     def _stands(self, txn: Transaction, identity: Identity, tenant: str, replace: bool) -> bool:
-        """Whether the key is taken for good: by other content, or by this one when it is not to be replaced."""
+        """Whether the key is taken for good: by other content, or by this one if it is not to be replaced."""
         from . import payload
 
         header = txn.get("records", identity.key)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import sys
 
 _TIMEOUT_S = 300
@@ -30,6 +28,10 @@ def probe(folder: str, touch_values: bool, writable: bool) -> str | None:
     str or None
         None when the walk came to its end, otherwise what ended it.
     """
+    # Only a store without a seal is probed, and other opens should not wait for this import.
+    import signal
+    import subprocess
+
     code = _CHILD.format(path=sys.path, folder=folder, touch_values=touch_values, writable=writable)
     command = [sys.executable, "-I", "-S", "-c", code]
     try:

@@ -13,9 +13,14 @@ from kamera_store.records import TensorBytes
 def put(store: KVStore, name: str, size: int, *, replace: bool = False) -> bool:
     tensor = TensorBytes("keys", 0, "uint8", (size,), bytes(range(256)) * (size // 256))
     return store.put(
-        identity("patch", {"name": name}), tenant="t", unit="u",
-        meta={"chunk": "00" * 16, "antecedents": [], "size": size}, tensors=[tensor], cost_ms=1.0, replace=replace,
-    )  # fmt: skip
+        identity("patch", {"name": name}),
+        tenant="t",
+        unit="u",
+        meta={"chunk": "00" * 16, "antecedents": [], "size": size},
+        tensors=[tensor],
+        cost_ms=1.0,
+        replace=replace,
+    )
 
 
 def test_a_replaced_record_is_the_new_one(tmp_path) -> None:
