@@ -154,11 +154,11 @@ def view(result: CompileResult) -> Iterable[RenderableType]:
 
 
 def format_ranks(ranks: tuple[int, ...]) -> str:
-    """``16``, or ``4–16`` when layers differ."""
+    """``16``, or ``≤16`` when layers differ (the first layer never needs any)."""
     if not ranks:
         return "–"
     low, high = min(ranks), max(ranks)
-    return str(low) if low == high else f"{low}–{high}"
+    return str(low) if low == high else f"≤{high}"
 
 
 def format_share(share: float | None) -> str:
