@@ -10,10 +10,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Samples:
-    """Times of one arm in ms. ``warm_up_ms`` is the first run, which is not among ``times_ms``."""
+    """Times of one arm in ms.
+
+    Attributes
+    ----------
+    times_ms : tuple of float
+        Counted runs, by the clock on the wall.
+    warm_up_ms : float
+        The first run, which is not among them.
+    cpu_ms : tuple of float
+        Processor time of the whole call, all threads, for each counted run. A busy machine stretches the wall clock and
+        hardly this.
+    """
 
     times_ms: tuple[float, ...]
     warm_up_ms: float
+    cpu_ms: tuple[float, ...] = ()
 
     @property
     def median_ms(self) -> float:
@@ -27,6 +39,10 @@ class Samples:
     def max_ms(self) -> float:
         return max(self.times_ms)
 
+    @property
+    def median_cpu_ms(self) -> float | None:
+        return statistics.median(self.cpu_ms) if self.cpu_ms else None
+
     def to_json(self) -> dict:
         """Median, extremes, count, the warm-up run apart, and every time."""
         return {
@@ -35,6 +51,7 @@ class Samples:
             "max_ms": self.max_ms,
             "num_runs": len(self.times_ms),
             "warm_up_ms": self.warm_up_ms,
+            "median_cpu_ms": self.median_cpu_ms,
             "times_ms": list(self.times_ms),
         }
 
@@ -64,8 +81,14 @@ def take_turns(arms: Mapping[str, Callable[[], float]], *, num_runs: int) -> dic
     """
     names = list(arms)
     times: dict[str, list[float]] = {name: [] for name in names}
+    cpu: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(num_runs + 1):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
+            started = time.process_time()
             times[name].append(arms[name]())
-    return {name: Samples(tuple(measured[1:]), measured[0]) for name, measured in times.items()}
+            cpu[name].append(1e3 * (time.process_time() - started))
+    return {
+        name: Samples(tuple(measured[1:]), measured[0], tuple(cpu[name][1:]))
+        for name, measured in times.items()
+    }

@@ -33,11 +33,16 @@ if TYPE_CHECKING:
 
 COUNTS = (1, 2, 4, 8, 16, 24)
 """Chunks per prompt; the one with `HEADLINE` chunks has more than 2,000 visual tokens."""
+COUNTS_RANDOM = (1, 4, 16)
+"""The same for larger models of random weights, which take longer and are there for the times alone."""
 HEADLINE = 16
 NUM_RUNS = 7
 """Counted runs at `HEADLINE` chunks; other lengths take `NUM_SWEEP_RUNS`."""
-NUM_SWEEP_RUNS = 5
+NUM_SWEEP_RUNS = 3
 NUM_QUESTIONS = 4
+"""Questions on which the arms are compared at `HEADLINE` chunks; elsewhere, and with random weights, one."""
+REUSE = {"reprefill": "none", "patched": "patched", "blind": "blind"}
+"""What ``--reuse`` is called for each arm that is a query."""
 
 
 @dataclass
@@ -64,20 +69,21 @@ def measure(
     """
     name = options.geometry or "tiny"
     geometry = GEOMETRIES[name]
+    counts = COUNTS if geometry is None else COUNTS_RANDOM
     with tempfile.TemporaryDirectory(prefix="kamera-bench-") as folder:
         work = Path(folder)
         own = replace(settings, store=work / "store", quota_bytes=None, rehash=False)
         if geometry is not None:
             write_checkpoint(geometry, work / "model", options.seed)
             own = replace(own, model=str(work / "model"))
-        questions = long_video(work / "cards.mp4", max(COUNTS), options.seed)
+        questions = long_video(work / "cards.mp4", max(counts), options.seed)
         with Engine(own, on_progress=on_progress) as engine:
             engine.ingest([work / "cards.mp4"], fps=FPS, chunk_seconds=CHUNK_SECONDS)
-            order = _order(max(COUNTS), options.seed)
+            order = _order(max(counts), options.seed)
             rank = options.ranks[0] if options.ranks else "auto"
             compiled = engine.compile_patches(order, rank=rank, probe=questions[0].text)
-            texts = [question.text for question in questions[:NUM_QUESTIONS]]
-            points = [_point(engine, order[:count], texts, on_progress) for count in COUNTS]
+            texts = [question.text for question in questions[: NUM_QUESTIONS if geometry is None else 1]]
+            points = [_point(engine, order[:count], texts, on_progress) for count in counts]
             headline = next(point for point in points if point.num_chunks == HEADLINE)
             floor = measure_floor(engine.runner, headline)
             described = _describe(engine, name, settings.model)
@@ -109,7 +115,7 @@ def _describe(engine: Engine, geometry: str, model: str) -> dict:
 def _point(
     engine: Engine, order: Sequence[str], questions: Sequence[str], on_progress: Callable[[Progress], None]
 ) -> Point:
-    on_progress(Progress("timing", len(order), max(COUNTS), "chunks in the prompt"))
+    on_progress(Progress("timing", len(order), None, "chunks in the prompt"))
     runner, library = engine.runner, engine.library
     entries = {str(entry.number): entry for entry in engine.window().entries}
     records = [library.find_chunk(entries[number]) for number in order]
@@ -124,7 +130,7 @@ def _point(
         vision.append(run.vision_ms)
         int(run.logits.argmax())
 
-    queries = {arm: _Queries() for arm in ("reprefill", "patched", "blind")}
+    queries = {arm: _Queries() for arm in REUSE}
     samples = take_turns(
         {
             "full": lambda: timed(full, runner.synchronize),
@@ -161,7 +167,7 @@ def _layer_bytes(record: Record) -> tuple[int, int]:
 def _query_arm(
     engine: Engine, question: str, order: Sequence[str], arm: str, seen: _Queries, window: str = "default"
 ) -> Callable[[], float]:
-    reuse = {"reprefill": "none", "patched": "patched", "blind": "blind"}[arm]
+    reuse = REUSE[arm]
 
     def run() -> float:
         arrived: list[float] = []
@@ -187,8 +193,8 @@ def _agreement(
     """KL to, and agreement with, a full re-encode of the same prompt, per question; not timed."""
     kl: dict[str, list[float]] = {}
     same: dict[str, list[bool]] = {}
-    for arm, reuse in (("reprefill", "none"), ("patched", "patched"), ("blind", "blind")):
-        for question in questions:
+    for arm, reuse in REUSE.items():
+        for question in questions[:1] if arm == "reprefill" else questions:
             result = engine.query(question, chunks=order, reuse=reuse, compare=True, max_new_tokens=4)
             kl.setdefault(arm, []).append(result.compare.kl)
             same.setdefault(arm, []).append(result.compare.same_answer)

@@ -86,6 +86,10 @@ def report(
         "chunk_kv_bytes": sum(patch.chunk_kv_bytes for patch in compiled.patches),
         "prefill_ms": compiled.prefill_ms,
         "form_ms": sum(patch.form_ms for patch in compiled.patches),
+        "total_ms": compiled.total_ms,
+        "break_even_reuses": {
+            arm: _reuses(points[-1], arm, compiled.total_ms) for arm in ("full", "reprefill")
+        },
     }
     even = {arm: break_even(points, arm, "patched") for arm in ("full", "reprefill")}
     ratio = headline.ratio("patched")
@@ -106,7 +110,7 @@ def report(
         _ttft_table(headline, described, patches),
         _stage_table(headline),
         floor_table(floor),
-        _sweep_table(points, even),
+        _sweep_table(points, even, patches),
     )
     return SuiteResult("ttft", sentence, data, tables, _charts(points, headline, described))
 
@@ -148,6 +152,7 @@ def _ttft_table(point: Point, described: dict, patches: dict) -> Table:
             f"{format_ms(samples.min_ms)} – {format_ms(samples.max_ms)}",
             format_ms(samples.warm_up_ms),
             f"{point.ratio(arm):.1f}×",
+            format_ms(samples.median_cpu_ms),
             "–" if same is None else f"{sum(same)} of {len(same)}",
             "–" if kl is None else format_number(max(kl)),
         ))  # fmt: skip
@@ -160,6 +165,7 @@ def _ttft_table(point: Point, described: dict, patches: dict) -> Table:
         f"Full re-encode: vision tower {format_ms(point.vision_ms)} of it; reading and decoding the file again, "
         f"{format_ms(point.decode_ms)}, is not counted.",
         f"Patches: median rank {patches['median_rank']:g}, {100 * share:.0f} % of the chunks' raw KV bytes.",
+        "CPU time: processor time of the whole call, which other work on the machine hardly stretches.",
         "KL in nats, next token, against the full re-encode; the worst of the questions.",
     ]
     if described["weights"] == "random":
@@ -170,6 +176,7 @@ def _ttft_table(point: Point, described: dict, patches: dict) -> Table:
         ">min – max",
         ">warm-up run",
         ">faster than full",
+        ">CPU time",
         ">same answer",
         ">KL",
     )
@@ -189,7 +196,13 @@ def _stage_table(point: Point) -> Table:
     return Table("Stages", ("arm", *(f">{name}" for name in STAGES), ">rest"), tuple(rows), notes)
 
 
-def _sweep_table(points: Sequence[Point], even: dict[str, float | None]) -> Table:
+def _reuses(point: Point, slower: str, forming_ms: float) -> float | None:
+    """Uses after which forming the patches once has paid; None when a use saves nothing."""
+    saved = point.samples[slower].median_ms - point.samples["patched"].median_ms
+    return forming_ms / saved if saved > 0 else None
+
+
+def _sweep_table(points: Sequence[Point], even: dict[str, float | None], patches: dict) -> Table:
     rows = []
     for point in points:
         medians = [format_ms(point.samples[arm].median_ms) for arm in ARMS]
@@ -202,11 +215,23 @@ def _sweep_table(points: Sequence[Point], even: dict[str, float | None]) -> Tabl
         f"Break-even of patched reuse with {ARMS[arm]}: {_even_text(tokens, shortest)}."
         for arm, tokens in even.items()
     )
+    notes += (_paying(points[-1], patches),)
     columns = (
         ">chunks", ">tokens", ">full", ">re-prefill", ">patched", ">blind", ">full : patched",
         ">chunk KV read", ">decode, apart",
     )  # fmt: skip
     return Table("TTFT over context length, medians", columns, tuple(rows), notes)
+
+
+def _paying(point: Point, patches: dict) -> str:
+    counts = [
+        f"{reuses:.1f} uses against {ARMS[arm]}"
+        for arm, reuses in patches["break_even_reuses"].items()
+        if reuses is not None
+    ]
+    took = format_ms(patches["total_ms"])
+    once = f"Forming the patches of all {point.num_chunks} chunks and measuring their KL took {took}"
+    return f"{once}, once; that has paid after {' and '.join(counts) or 'no number of uses'}."
 
 
 def _even_text(tokens: float | None, shortest: int) -> str:
