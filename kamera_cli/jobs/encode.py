@@ -41,7 +41,11 @@ def model_inputs(
             yield from _text_chunks(runner, chunk, options.chunk_tokens)
         else:
             frames = torch.from_numpy(chunk.frames)
-            yield chunk, runner.media_inputs(chunk.kind, frames, fps=chunk.fps, max_pixels=options.max_pixels)
+            try:
+                inputs = runner.media_inputs(chunk.kind, frames, fps=chunk.fps, max_pixels=options.max_pixels)
+            except ValueError as error:
+                raise MediaError(path, f"the model's processor refuses it: {error}") from error
+            yield chunk, inputs
 
 
 def _text_chunks(
@@ -120,6 +124,7 @@ class _Encoder:
     def add(self, chunk: MediaChunk, inputs: ChunkInputs) -> None:
         """Find a chunk by what the model would see of it, or encode and store it."""
         engine = self._engine
+        self._refuse_too_long(inputs)
         self._warned = self._warned or _warn_coarse_time(engine, inputs)
         identity = engine.library.chunk_identity(inputs)
         meta = _meta(engine, self._path, self._info, chunk, self._options)
@@ -134,6 +139,17 @@ class _Encoder:
             self.records.append(record)
         name = chunk_name(meta, self._options.name)
         self.results.append(_result(engine.runner, identity, inputs, record, outcome, name, meta["source"]))
+
+    def _refuse_too_long(self, inputs: ChunkInputs) -> None:
+        runner = self._engine.runner
+        length = runner.preamble.positions.span + inputs.positions.span
+        if length > runner.max_tokens:
+            label = self._engine.checkpoint.label
+            raise MediaError(
+                self._path,
+                f"a chunk takes {length} tokens with the preamble, the context of {label} is {runner.max_tokens}",
+                "cut it shorter with --chunk-tokens or --chunk-seconds",
+            )
 
     def _encode(self, identity: Identity, inputs: ChunkInputs, meta: dict) -> Record:
         engine = self._engine

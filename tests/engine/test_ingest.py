@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 from engine_setups import NUM_NEW, QUESTION, content, reference
-from tiny_models import TEXT_FAMILIES, passage, write_noise_image, write_noise_video, write_passage
+from tiny_models import (
+    MAX_TOKENS,
+    TEXT_FAMILIES,
+    passage,
+    write_noise_image,
+    write_noise_video,
+    write_passage,
+)
 
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.media.errors import MediaError
@@ -362,3 +369,31 @@ def test_the_self_test_runs_once_and_stops_a_model_that_fails_it(open_engine, tm
     open_engine("llama").ingest([text])
     monkeypatch.setattr(selftest, "self_test", lambda _runner: pytest.fail("tested again"))
     open_engine("llama").ingest([write_passage(tmp_path / "b.txt", 9, 2)])
+
+
+def test_a_chunk_beyond_the_models_context_is_refused_before_it_is_encoded(open_engine, tmp_path):
+    engine = open_engine("llama")
+    text = write_passage(tmp_path / "long.txt", MAX_TOKENS + 1, 1)
+    with pytest.raises(MediaError, match=f"{MAX_TOKENS + 2} tokens.*context.*{MAX_TOKENS}.*--chunk-tokens"):
+        engine.ingest([text], chunk_tokens=2 * MAX_TOKENS)
+    assert not list(engine.store.iterate(kind="chunk"))
+    assert len(engine.ingest([text], chunk_tokens=MAX_TOKENS // 2).chunks) == 3
+
+
+def test_a_picture_that_the_processor_refuses_is_named(open_engine, tmp_path):
+    strip = write_noise_image(tmp_path / "strip.png", 1, width=600, height=2)
+    good = write_noise_image(tmp_path / "good.png", 2)
+    engine = open_engine()
+    with pytest.raises(MediaError, match=r"strip\.png.*processor.*aspect ratio"):
+        engine.ingest([strip])
+    result = engine.ingest([strip, good], partial=True)
+    assert [failure.path for failure in result.failures] == [str(strip)]
+    assert [entry.name for entry in engine.window().entries] == ["good.png"]
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 200), (27, 27), (3000, 20)])
+def test_pictures_of_any_size_take_a_whole_grid(open_engine, tmp_path, size):
+    engine = open_engine()
+    picture = write_noise_image(tmp_path / "p.png", 1, width=size[0], height=size[1])
+    chunk = engine.ingest([picture], max_pixels=10**9).chunks[0]
+    assert chunk.num_tokens >= 3 and engine.query(QUESTION, max_new_tokens=2).fallback is None
