@@ -16,7 +16,8 @@ _HOMES = {
     "states": ("State",),
     "stats": ("Share", "Stats"),
     "eviction": ("Eviction", "EvictionPlan", "UnitUsage"),
-    "integrity": ("CompactReport", "VerifyReport"),
+    "integrity": ("CompactReport", "Damage", "VerifyReport"),
+    "salvage": ("SalvageReport", "salvage"),
     "errors": (
         "ConflictError", "DamagedError", "DamagedRecordWarning", "FormatVersionError", "IdentityWarning",
         "KameraStoreError", "MissingRecordError", "NoRoomError", "NotAKameraEntryError", "NotAStoreError",

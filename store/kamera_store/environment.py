@@ -24,6 +24,7 @@ from .errors import (
     StoreDamagedError,
     StoreRefusedError,
 )
+from .turnstile import Turnstile
 
 T = TypeVar("T")
 
@@ -99,70 +100,6 @@ class Transaction:
         return pages * page_bytes
 
 
-class _Turnstile:
-    """Lets transactions pass together, and whoever changes the map alone."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._inside = 0
-        self._closed = False
-        self._own = threading.local()
-
-    def enter(self) -> None:
-        """Begin a transaction; waits while somebody changes the map, unless this thread is inside already."""
-        depth = getattr(self._own, "depth", 0)
-        if depth == 0:
-            with self._condition:
-                while self._closed:
-                    self._condition.wait()
-                self._inside += 1
-        self._own.depth = depth + 1
-
-    def leave(self) -> None:
-        """End what `enter` began."""
-        self._own.depth -= 1
-        if self._own.depth == 0:
-            with self._condition:
-                self._inside -= 1
-                if self._closed:
-                    self._condition.notify_all()
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Both, around a block."""
-        self.enter()
-        try:
-            yield
-        finally:
-            self.leave()
-
-    def shut(self) -> None:
-        """Let nobody in and wait until all are out, except this thread itself."""
-        own = 1 if getattr(self._own, "depth", 0) else 0
-        with self._condition:
-            while self._closed:
-                self._condition.wait()
-            self._closed = True
-            while self._inside > own:
-                self._condition.wait()
-
-    def reopen(self) -> None:
-        """End what `shut` began."""
-        with self._condition:
-            self._closed = False
-            self._condition.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else is inside during the block."""
-        assert not getattr(self._own, "depth", 0), "the map cannot be changed from inside a transaction"
-        self.shut()
-        try:
-            yield
-        finally:
-            self.reopen()
-
-
 @contextmanager
 def _translated(folder: str) -> Iterator[None]:
     """Turn LMDB's errors into ours; the two that the caller repairs pass unchanged."""
@@ -217,7 +154,7 @@ class Environment:
         self.folder, self.read_only = folder, read_only
         self._map_bytes = map_bytes
         self._users = 0
-        self._turnstile = _Turnstile()
+        self._turnstile = Turnstile()
         self._opening = threading.Lock()
         self._env: lmdb.Environment | None = None
         self._tables: dict[str, object] = {}
@@ -246,6 +183,18 @@ class Environment:
                 env._reopen_writable(create)
             env._users += 1
             return env
+
+    @classmethod
+    def unchecked(cls, folder: str) -> Environment:
+        """An environment for reading what is left of a damaged store, without any check before it.
+
+        Made for a process that may die from it. It is in no registry; end the process to close it.
+        """
+        env = cls(folder, True, None)
+        env._map(guard.read_data_file(folder))
+        with _translated(folder):
+            env._open_tables(False)
+        return env
 
     def release(self) -> None:
         """Give the environment back; the last user closes it."""
@@ -540,7 +489,7 @@ class Environment:
         if self._gate is not None:
             self._gate.close()
         self._env, self._gate, self._tables = None, None, {}
-        self._turnstile, self._opening = _Turnstile(), threading.Lock()
+        self._turnstile, self._opening = Turnstile(), threading.Lock()
 
 
 class _Reading:

@@ -145,7 +145,7 @@ class StoreDamagedError(DamagedError):
         self.path = str(path)
         self.args = (
             f"store {path} is damaged: {what}: expected {expected}, found {found}; "
-            "run `kamera verify` to see what can be saved, or move the folder away",
+            "run `kamera verify` to save what can be read, or move the folder away",
         )
 
 

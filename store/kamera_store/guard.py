@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -152,16 +153,26 @@ def prepare_folder(path: str, create: bool) -> None:
             raise NotAStoreError(path, f"a folder with other things in it ({strangers[0]!r})")
         if not create:
             raise NotAStoreError(path, "an empty folder")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        os.chmod(path, 0o700)
+    _close_to_others(path, found, 0o700)
     for name in names & _OWN_FILES:
         file = os.path.join(path, name)
         found = os.lstat(file)
         if not stat.S_ISREG(found.st_mode):
             raise StoreRefusedError(f"{file} is not a regular file; remove it or choose another path")
         _require_ours(file, found)
-        if stat.S_IMODE(found.st_mode) & 0o077:
-            os.chmod(file, 0o600)
+        _close_to_others(file, found, 0o600)
+
+
+def _close_to_others(path: str, found: os.stat_result, mode: int) -> None:
+    if not stat.S_IMODE(found.st_mode) & 0o077:
+        return
+    try:
+        os.chmod(path, mode)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise StoreRefusedError(
+                f"{path} can be read by others and that cannot be changed: {error.strerror}"
+            ) from error
 
 
 def _require_ours(path: str, found: os.stat_result) -> None:

@@ -8,9 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import ledger, payload, rows, states
+from . import ledger, payload, probe, rows, states
 from .environment import Transaction
-from .errors import DamagedError, FormatVersionError, MissingRecordError, UnsupportedDtypeError
+from .errors import (
+    DamagedError,
+    FormatVersionError,
+    MissingRecordError,
+    StoreDamagedError,
+    UnsupportedDtypeError,
+)
 from .records import decode_header
 
 if TYPE_CHECKING:
@@ -91,7 +97,16 @@ def verify(
     Returns
     -------
     VerifyReport
+
+    Raises
+    ------
+    StoreDamagedError
+        If a walk through the data file, made in a child process first, does not come to its end; `salvage`
+        saves what can be read.
     """
+    failure = probe.probe(store.path, touch_values=True, writable=not store.read_only)
+    if failure is not None:
+        raise StoreDamagedError(store.path, "data file", "a readable tree", failure)
     moving = quarantine and not store.read_only
     with store._env.read() as txn:
         keys = list(txn.keys("records"))

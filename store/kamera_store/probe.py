@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 
 _TIMEOUT_S = 300
-_CHILD = (
-    "import sys; sys.path[:] = {path!r}; "
-    "from kamera_store.environment import walk; walk({folder!r}, {touch_values!r}, {writable!r})"
-)
+_START = "import sys; sys.path[:] = {path!r}; from kamera_store.{module} import {name}; {name}(*{rest!r})"
+
+
+def child_command(module: str, name: str, *arguments: object) -> list[str]:
+    """Command line of a process that calls one function of this package, with this process's import path."""
+    code = _START.format(path=sys.path, module=module, name=name, rest=arguments)
+    return [sys.executable, "-I", "-S", "-c", code]
 
 
 def probe(folder: str, touch_values: bool, writable: bool) -> str | None:
@@ -32,8 +35,7 @@ def probe(folder: str, touch_values: bool, writable: bool) -> str | None:
     import signal
     import subprocess
 
-    code = _CHILD.format(path=sys.path, folder=folder, touch_values=touch_values, writable=writable)
-    command = [sys.executable, "-I", "-S", "-c", code]
+    command = child_command("environment", "walk", folder, touch_values, writable)
     try:
         done = subprocess.run(
             command, capture_output=True, timeout=_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL

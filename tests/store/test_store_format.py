@@ -1,4 +1,4 @@
-"""FORMAT.md says what is on disk: the store reads its example, and so does a reader made from the text alone."""
+"""FORMAT.md says what is on disk: the store and a reader made from the text alone both read its example."""
 
 from __future__ import annotations
 
