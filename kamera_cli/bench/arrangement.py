@@ -24,15 +24,20 @@ class Arrangement:
         Embeddings and positions of each chunk.
     canonical : list of list of LayerKV
         KV of each chunk behind the preamble alone, per chunk and layer.
+    given : list of list of LayerKV or None
+        ``conditioned``, where it is known already.
     """
 
     runner: ModelRunner
     segments: list[Segment]
     canonical: list[list[LayerKV]]
+    given: list[list[LayerKV]] | None = None
 
     @cached_property
     def conditioned(self) -> list[list[LayerKV]]:
         """KV of each chunk out of one cold prefill of the whole arrangement."""
+        if self.given is not None:
+            return self.given
         return self.runner.prefill_captured([self.runner.preamble, *self.segments])[1:]
 
     @cached_property
@@ -101,12 +106,36 @@ class Arrangement:
         )
         return assemble(self.runner.family, layers, self.positions, rank)
 
-    def patches(self, rank: int) -> list[list[LayerPatch] | None]:
-        """Exact-order patches of every chunk after the first, factors in the product's own dtype."""
-        return [None] + [
+    def patches(self, rank: int, *, of_first: bool = False) -> list[list[LayerPatch] | None]:
+        """Exact-order patches of every chunk after the first, factors in the product's own dtype.
+
+        Parameters
+        ----------
+        of_first : bool
+            Also of the first one, which needs it when the canonical KV was captured without the preamble.
+        """
+        skipped = 0 if of_first else 1
+        return [None] * skipped + [
             form(after, alone, rank=min(rank, after[0].keys.shape[0]), energy=1.0)
-            for after, alone in zip(self.conditioned[1:], self.canonical[1:], strict=True)
+            for after, alone in zip(self.conditioned[skipped:], self.canonical[skipped:], strict=True)
         ]
+
+    def bare(self) -> Arrangement:
+        """The same chunks with canonical KV captured at position 0 without a preamble in front."""
+        canonical = [self.runner.prefill_captured([segment])[0] for segment in self.segments]
+        return Arrangement(self.runner, self.segments, canonical, self.conditioned)
+
+    def with_exact_layers(self, layers: range) -> DynamicCache:
+        """Blind KV with the re-prefill's own in some layers."""
+        return fill_cache(
+            [
+                (source.keys, source.values)
+                for source in (
+                    (self.exact if number in layers else self.blind).layers[number]
+                    for number in range(self.runner.family.num_layers)
+                )
+            ]
+        )
 
     def delta_energy(self) -> torch.Tensor:
         """(P,) squared size of Δ per token over all layers, keys and values; zero for the preamble."""

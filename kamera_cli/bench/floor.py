@@ -18,7 +18,7 @@ from kamera_store.keys import checksum64
 from kamera_store.tensors import to_bytes
 
 if TYPE_CHECKING:
-    from kamera_cli.bench.ttft_report import Point
+    from kamera_cli.bench.ttft_points import Point
     from kamera_cli.model.runner import ModelRunner
 
 _COPY_BYTES = 64 * 2**20
@@ -40,6 +40,7 @@ def measure_floor(runner: ModelRunner, point: Point) -> dict:
         ``speeds``, ``work`` and ``stages``; bytes per second, operations per second, ms.
     """
     copy, checksum, decode = _copy_speed(runner.device), _checksum_speed(), _decode_speed(runner)
+    host = _copy_speed(torch.device("cpu"))
     flops = _matmul_speed(runner.device, runner.dtype)
     decoder = runner.model.model.language_model if runner.architecture.has_vision else runner.model.model
     weights = sum(weight.numel() for name, weight in decoder.named_parameters() if "embed_tokens" not in name)
@@ -58,7 +59,7 @@ def measure_floor(runner: ModelRunner, point: Point) -> dict:
         "prefill_operations": operations(question + context, 0),
     }
     measured = point.stages["patched"]
-    reading = 1e3 * (point.stored_bytes / copy + point.stored_bytes / checksum)
+    reading = 1e3 * (point.stored_bytes / host + point.stored_bytes / checksum)
     stages = {
         "read": _stage(reading + 1e3 * point.raw_bytes / decode, measured["read"] + measured["decompress"]),
         "assemble": _stage(1e3 * 2 * point.raw_bytes / copy, measured["assemble"]),
@@ -69,6 +70,7 @@ def measure_floor(runner: ModelRunner, point: Point) -> dict:
     }
     speeds = {
         "copy_bytes_per_s": copy,
+        "host_copy_bytes_per_s": host,
         "checksum_bytes_per_s": checksum,
         "decode_bytes_per_s": decode,
         "matmul_operations_per_s": flops,

@@ -19,7 +19,8 @@ from kamera_cli.bench.floor import measure_floor
 from kamera_cli.bench.geometry import GEOMETRIES, write_checkpoint
 from kamera_cli.bench.results import SuiteResult
 from kamera_cli.bench.timing import take_turns, timed
-from kamera_cli.bench.ttft_report import STAGES, Point, report
+from kamera_cli.bench.ttft_points import STAGES, Point
+from kamera_cli.bench.ttft_report import report
 from kamera_cli.engine import Engine
 from kamera_cli.jobs.compare import reopen
 from kamera_cli.results import Progress, Stages

@@ -4,60 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kamera_cli.bench.floor import floor_table
 from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
-from kamera_cli.bench.timing import Samples
+from kamera_cli.bench.ttft_points import ARMS, STAGES, Point, break_even
 from kamera_cli.results import CompileResult
 from kamera_cli.text import format_bytes, format_ms, format_number
-
-ARMS = {
-    "full": "full re-encode",
-    "reprefill": "re-prefill from stored embeddings",
-    "patched": "patched reuse from the store",
-    "blind": "blind reuse from the store",
-}
-STAGES = ("lookup", "read", "decompress", "transfer", "assemble", "prefill")
-
-
-@dataclass(frozen=True)
-class Point:
-    """What was measured over one number of chunks."""
-
-    num_chunks: int
-    num_tokens: int
-    num_visual_tokens: int
-    question_tokens: int
-    samples: dict[str, Samples]
-    stages: dict[str, dict[str, float]]
-    decode_ms: float
-    vision_ms: float
-    kl: dict[str, list[float]]
-    same_answer: dict[str, list[bool]]
-    raw_bytes: int
-    stored_bytes: int
-
-    def ratio(self, arm: str) -> float:
-        """Median of full re-encode over the median of an arm."""
-        return self.samples["full"].median_ms / self.samples[arm].median_ms
-
-    def to_json(self) -> dict:
-        return {
-            "num_chunks": self.num_chunks,
-            "num_tokens": self.num_tokens,
-            "num_visual_tokens": self.num_visual_tokens,
-            "question_tokens": self.question_tokens,
-            "ttft": {name: samples.to_json() for name, samples in self.samples.items()},
-            "ratio_to_full": {name: self.ratio(name) for name in self.samples},
-            "stages_ms": self.stages,
-            "decode_ms": self.decode_ms,
-            "vision_ms": self.vision_ms,
-            "kl": self.kl,
-            "same_answer": self.same_answer,
-            "chunk_raw_bytes": self.raw_bytes,
-            "read_bytes": self.stored_bytes,
-        }
 
 
 def report(
@@ -117,27 +69,6 @@ def report(
 
 def _num_runs(point: Point) -> int:
     return len(point.samples["full"].times_ms)
-
-
-def break_even(points: Sequence[Point], slower: str, faster: str) -> float | None:
-    """Context tokens from which on ``faster`` wins, between the last point where it does not and the next one.
-
-    Returns
-    -------
-    float or None
-        0.0 when it wins at every measured length, None when it does not win at the longest one.
-    """
-    gains = [
-        (point.num_tokens, point.samples[slower].median_ms - point.samples[faster].median_ms)
-        for point in points
-    ]
-    if gains[-1][1] <= 0:
-        return None
-    behind = [index for index, (_, gain) in enumerate(gains) if gain <= 0]
-    if not behind:
-        return 0.0
-    (x0, y0), (x1, y1) = gains[behind[-1]], gains[behind[-1] + 1]
-    return x0 + (x1 - x0) * -y0 / (y1 - y0)
 
 
 def _ttft_table(point: Point, described: dict, patches: dict) -> Table:
@@ -256,11 +187,15 @@ def _charts(points: Sequence[Point], headline: Point, described: dict) -> tuple[
     stages = tuple(
         Series(
             name,
-            (0.0, 1.0, 2.0),
-            tuple(headline.stages[arm][name] for arm in ("reprefill", "patched", "blind")),
+            (0.0, 1.0, 2.0, 3.0),
+            (
+                headline.samples["full"].median_ms - headline.vision_ms if name == "prefill" else 0.0,
+                *(headline.stages[arm][name] for arm in ("reprefill", "patched", "blind")),
+            ),
         )
         for name in STAGES
     )
+    stages += (Series("vision", (0.0, 1.0, 2.0, 3.0), (headline.vision_ms, 0.0, 0.0, 0.0)),)
     caption = (
         f"{described['model']}, {described['device']} {described['dtype']}. Bands: fastest and slowest run."
     )
@@ -268,9 +203,10 @@ def _charts(points: Sequence[Point], headline: Point, described: dict) -> tuple[
         Chart(
             "ttft", "Time to first token", "context tokens", "ms", lines, caption, x_log=True, y_log=True
         ),
-        Chart("ttft_ratio", "How much faster patched reuse is", "context tokens", "×", ratio, caption, x_log=True),
+        Chart("ttft_ratio", "How much faster patched reuse is", "context tokens", "TTFT of full re-encode : patched",
+              ratio, caption, x_log=True),
         Chart(
-            "ttft_stages", f"Where the time goes, {headline.num_tokens:,} context tokens", "re-prefill, patched, blind",
-            "ms", stages, "Medians of each stage.", kind="stack",
+            "ttft_stages", f"Where the time goes, {headline.num_tokens:,} context tokens",
+            "full re-encode, re-prefill, patched, blind", "ms", stages, "Medians of each stage.", kind="stack",
         ),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kamera_cli.bench import SUITES, BenchOptions, fidelity, run, store, ttft
+from kamera_cli.bench import SUITES, BenchOptions, deficit, fidelity, run, store, ttft
 from kamera_cli.bench.cards import bench_episode
 from kamera_cli.bench.episodes import shuffled
 from kamera_cli.bench.geometry import GEOMETRIES, write_checkpoint
@@ -135,3 +135,26 @@ def test_every_suite_has_a_module_that_measures() -> None:
     from importlib import import_module
 
     assert all(callable(import_module(f"kamera_cli.bench.{name}").measure) for name in SUITES)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "cuts"), [(2, [1]), (6, [1, 2, 3, 4, 5]), (36, [1, 6, 11, 16, 21, 26, 31])]
+)
+def test_the_stack_is_cut_in_a_bounded_number_of_places(num_layers: int, cuts: list[int]) -> None:
+    assert deficit.layer_cuts(num_layers) == cuts
+
+
+def test_the_deficit_adds_up_over_layers_and_tokens(settings: Settings, tmp_path: Path) -> None:
+    result = deficit.measure(settings, BenchOptions(out=tmp_path, episodes=1), quiet)
+    layers = result.data["layers"]
+    assert sum(row["energy_share"] for row in layers) == pytest.approx(1)
+    assert layers[0]["energy_share"] == 0
+    assert result.data["injected"][0]["closed_from"] == pytest.approx(1)
+    assert (
+        0 < result.data["token_share_for_energy"]["50%"] < result.data["token_share_for_energy"]["90%"] <= 1
+    )
+    assert result.data["energy_at_rank"]["values"][64] > 0.9
+    capture = result.data["capture"]
+    assert capture["rank 16, bare"]["kl_mean"] < capture["blind, bare"]["kl_mean"]
+    assert all(len(row) == len(table.columns) for table in result.tables for row in table.rows)
+    json.dumps(strict_json(result.data), allow_nan=False)

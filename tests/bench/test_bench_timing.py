@@ -10,7 +10,7 @@ import pytest
 from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, long_video
 from kamera_cli.bench.timing import Samples, take_turns, timed
 from kamera_cli.bench.ttft import _Queries, _query_arm
-from kamera_cli.bench.ttft_report import Point, break_even
+from kamera_cli.bench.ttft_points import Point, break_even
 from kamera_cli.engine import Engine
 
 
