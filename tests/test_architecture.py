@@ -169,13 +169,17 @@ def prints(node: ast.AST) -> bool:
     )
 
 
+CHILD_BODIES = {"store/kamera_store/salvage.py": "sys.stdout.write"}
+"""Files whose functions run in a child process of ours and answer through its stdout, and how they do."""
+
+
 def test_nothing_but_output_prints() -> None:
     wrong = [
         f"{where(path)}:{node.lineno} {ast.unparse(node)[:60]}"
         for path in python_files()
         if where(path) != "kamera_cli/output.py"
         for node in ast.walk(parse(path))
-        if prints(node)
+        if prints(node) and not ast.unparse(node).startswith(CHILD_BODIES.get(where(path), "-"))
     ]
     assert not wrong, "\n".join(wrong)
 

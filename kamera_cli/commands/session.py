@@ -112,7 +112,7 @@ class Session:
         from kamera_cli.engine import Engine
 
         if not creates_store:
-            self._require_store()
+            self.require_store()
         with (
             self.output.working() as on_progress,
             Engine(self.settings, on_progress=on_progress, on_warning=self.output.warn) as engine,
@@ -130,12 +130,13 @@ class Session:
         """
         from kamera_store import KVStore
 
-        self._require_store()
+        self.require_store()
         quota = None if read_only else self.settings.quota_bytes
         with KVStore.open(self.settings.store, create=False, read_only=read_only, quota_bytes=quota) as store:
             yield store
 
-    def _require_store(self) -> None:
+    def require_store(self) -> None:
+        """Raise `NotFoundError` where no store is."""
         if not self.settings.store.exists():
             raise NotFoundError(
                 f"there is no store at {str(self.settings.store)!r} yet; `kamera ingest FILE` makes one"

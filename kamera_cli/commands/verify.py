@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from kamera_cli.commands.session import DryRunOption, Session, command
-from kamera_cli.errors import KameraError
+from kamera_cli.errors import KameraError, UsageError
 from kamera_cli.results import Progress
-from kamera_cli.text import count, format_bytes, short_id, table
+from kamera_cli.text import count, display, format_bytes, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from kamera_store import VerifyReport
+    from kamera_store import SalvageReport, VerifyReport
 
 
 class DamageFound(KameraError):
@@ -23,21 +25,76 @@ class DamageFound(KameraError):
 
 
 @command
-def verify(session: Session, dry_run: DryRunOption = False) -> None:
+def verify(
+    session: Session,
+    dry_run: DryRunOption = False,
+    rescue: Annotated[
+        str | None,
+        typer.Option(
+            "--rescue", metavar="DIR", help="Copy what is sound into a new store there, change nothing here"
+        ),
+    ] = None,
+) -> None:
     """Check every stored byte.
 
-    Damaged entries are moved aside, so that they are misses from now on; with --dry-run they stay. The exit
-    code is 5 if any were found.
+    Damaged entries are moved aside, so that they are misses from now on; with --dry-run they stay. A data file
+    that cannot be opened any more is read with --rescue. The exit code is 5 if anything was damaged.
     """
+    if rescue is not None:
+        if dry_run:
+            raise UsageError("--rescue changes nothing in the damaged store and takes no --dry-run")
+        rescue_to(session, rescue)
+        return
     with session.store(read_only=dry_run) as store, session.output.working() as on_progress:
-        report = store.verify(
-            on_progress=lambda done, total: on_progress(Progress("checking", done, total, "records")),
-            quarantine=not dry_run,
-        )
+        report = store.verify(on_progress=_counting(on_progress, "checking"), quarantine=not dry_run)
     session.output.result("verify", payload(report), lambda: view(report))
     if not report.ok:
         aside = sum(damage.quarantined for damage in report.damaged)
         raise DamageFound(f"{count(len(report.damaged), 'damaged entry')} found, {aside} moved aside")
+
+
+def rescue_to(session: Session, target: str) -> None:
+    """Copy every sound entry into a new store.
+
+    Raises
+    ------
+    NotFoundError
+        If there is no store to rescue.
+    DamageFound
+        If entries were lost.
+    """
+    from kamera_store import salvage
+
+    session.require_store()
+    with session.output.working() as on_progress:
+        report = salvage(session.settings.store, target, on_progress=_counting(on_progress, "rescuing"))
+    session.output.result("verify", rescue_payload(report), lambda: rescue_view(report))
+    if report.lost:
+        raise DamageFound(f"{count(len(report.lost), 'entry')} lost; the others are in {report.path}")
+
+
+def rescue_payload(report: SalvageReport) -> dict[str, object]:
+    """The fields of ``kamera.verify.v1`` for a rescue."""
+    return {
+        "ok": not report.lost,
+        "rescued_to": report.path,
+        "num_records": report.num_records,
+        "num_states": report.num_states,
+        "lost": report.lost,
+    }
+
+
+def rescue_view(report: SalvageReport) -> Iterable[RenderableType]:
+    """What people see of a rescue."""
+    yield (
+        f"{count(report.num_records, 'record')} and {count(report.num_states, 'small state')} saved to "
+        f"{display(report.path)}; use it with --store"
+    )
+    yield from (f"lost: {display(name)}" for name in report.lost)
+
+
+def _counting(on_progress: Callable[[Progress], None], what: str) -> Callable[[int, int], None]:
+    return lambda done, total: on_progress(Progress(what, done, total, "records"))
 
 
 def payload(report: VerifyReport) -> dict[str, object]:

@@ -267,6 +267,22 @@ def test_a_data_file_that_was_cut_is_an_exit_code_and_not_a_signal(cli: Cli, sto
         assert "damaged" in ran.error
 
 
+def test_what_is_sound_in_a_data_file_that_was_cut_can_be_rescued(
+    cli: Cli, store: Path, tmp_path: Path
+) -> None:
+    whole = cli("stats", "--json").json["count"]
+    data = (store / "data.mdb").read_bytes()
+    (store / "data.mdb").write_bytes(data[: len(data) * 3 // 4])
+    new = tmp_path / "rescued"
+    ran = cli("verify", "--rescue", str(new), "--json")
+    assert ran.json["rescued_to"] == str(new)
+    assert ran.code == (5 if ran.json["lost"] else 0)
+    assert cli("--store", str(new), "stats", "--json").json["count"] == ran.json["num_records"] <= whole
+    assert cli("--store", str(new), "verify").code == 0
+    assert (store / "data.mdb").stat().st_size == len(data) * 3 // 4
+    assert cli("verify", "--rescue", str(new)).code == 4
+
+
 def test_a_folder_of_something_else_is_left_alone(cli: Cli, tmp_path: Path, media: Path) -> None:
     folder = tmp_path / "store"
     folder.mkdir(mode=0o700)
