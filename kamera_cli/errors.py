@@ -29,3 +29,10 @@ class RefusedError(KameraError):
 
 class PartialFailure(KameraError):
     """Some sources of a batch failed; the others are done (exit code 1)."""
+
+
+class NotFiniteError(RefusedError):
+    """The model's numbers overflow in its dtype: no answer, measure or patch can be made of them (exit code 4)."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} holds NaN or infinity in this dtype; use --dtype bf16 or fp32")

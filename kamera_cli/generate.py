@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from kamera_cli.errors import NotFiniteError
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.runner import ModelRunner
 
@@ -28,9 +30,18 @@ class Chooser:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, logits: torch.Tensor) -> int:
-        """Token id on the host for logits (vocab,): reading it waits for the device."""
+        """Token id on the host for logits (vocab,): reading it waits for the device.
+
+        Raises
+        ------
+        NotFiniteError
+            A logit is NaN or infinite.
+        """
+        best = int(logits.argmax())  # a NaN counts as the largest
+        if not math.isfinite(float(logits[best])):
+            raise NotFiniteError("the model's output")
         if self._temperature == 0:
-            return int(logits.argmax())
+            return best
         probabilities = torch.softmax(logits.float().cpu() / self._temperature, dim=-1)
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
@@ -73,7 +84,16 @@ def decode(
 
 
 def next_token_kl(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """KL(reference ‖ other) of two next-token distributions from logits (vocab,), in nats, computed in float64."""
+    """KL(reference ‖ other) of two next-token distributions from logits (vocab,), in nats, computed in float64.
+
+    Raises
+    ------
+    NotFiniteError
+        A logit is NaN or infinite.
+    """
     expected = torch.log_softmax(reference.double().cpu(), dim=-1)
     actual = torch.log_softmax(other.double().cpu(), dim=-1)
-    return max(0.0, float((expected.exp() * (expected - actual)).sum()))
+    kl = float((expected.exp() * (expected - actual)).sum())
+    if not math.isfinite(kl):
+        raise NotFiniteError("the model's output")
+    return max(0.0, kl)

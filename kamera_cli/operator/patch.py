@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from kamera_cli.errors import UsageError
+from kamera_cli.errors import NotFiniteError, UsageError
 from kamera_cli.model.families.gqa import LayerKV
 
 MAX_AUTO_RANK = 64
@@ -123,9 +124,16 @@ def factorise(
     Factors
     float
         Captured energy; 1.0 for Δ = 0, which has rank 0.
+
+    Raises
+    ------
+    NotFiniteError
+        Δ holds NaN or infinity.
     """
     num_tokens, width = delta.shape
     total = float(delta.square().sum())
+    if not math.isfinite(total):
+        raise NotFiniteError("the difference between a chunk's KV with and without its antecedents")
     if total == 0.0:
         return Factors(delta.new_zeros(0, num_tokens), delta.new_zeros(0, width)), 1.0
     tall = num_tokens >= width

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kamera_cli.errors import UsageError
+from kamera_cli.errors import NotFiniteError, UsageError
 from kamera_cli.model.families.gqa import LayerKV
 from kamera_cli.operator.patch import MAX_AUTO_RANK, add_into, check_rank, factorise, form
 
@@ -132,3 +132,11 @@ def test_patching_adds_in_single_precision_and_leaves_the_canonical_alone(dtype)
     assert torch.equal(alone, kept)
     add_into(target, alone.flatten(1), None)
     assert torch.equal(target, alone.flatten(1))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_a_residual_that_is_not_finite_is_refused(value):
+    delta = torch.zeros(6, 8)
+    delta[2, 3] = value
+    with pytest.raises(NotFiniteError):
+        factorise(delta, 2, 0.99)
