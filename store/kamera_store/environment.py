@@ -582,9 +582,9 @@ def walk(folder: str, touch_values: bool, writable: bool) -> None:
             if num_keys != expected:
                 raise StoreDamagedError(folder, f"keys of table {name!r}", expected, num_keys)
         if writable and tables:
-            with env.begin(write=True) as raw:
-                raw.put(b"\xff" * 32, bytes(_FREE_LIST_BYTES), db=tables[0])
-                raw.abort()
+            raw = env.begin(write=True)
+            raw.put(b"\xff" * 32, bytes(_FREE_LIST_BYTES), db=tables[0])
+            raw.abort()
 
 
 def _before_fork() -> None:
