@@ -69,6 +69,10 @@ def rescue_to(session: Session, target: str) -> None:
     with session.output.working() as on_progress:
         report = salvage(session.settings.store, target, on_progress=_counting(on_progress, "rescuing"))
     session.output.result("verify", rescue_payload(report), lambda: rescue_view(report))
+    if not report.num_records:
+        raise DamageFound(
+            f"no record of {display(session.settings.store)} could be read; its media must be ingested again"
+        )
     if report.lost:
         raise DamageFound(f"{count(len(report.lost), 'entry')} lost; the others are in {report.path}")
 
@@ -76,7 +80,7 @@ def rescue_to(session: Session, target: str) -> None:
 def rescue_payload(report: SalvageReport) -> dict[str, object]:
     """The fields of ``kamera.verify.v1`` for a rescue."""
     return {
-        "ok": not report.lost,
+        "ok": bool(report.num_records) and not report.lost,
         "rescued_to": report.path,
         "num_records": report.num_records,
         "num_states": report.num_states,
