@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.inputs import ChunkInputs, Segment
 from kamera_cli.model.positions import RelativePositions
-from kamera_cli.model.runner import ChunkInputs, EncodedChunk, Segment
+from kamera_cli.model.runner import EncodedChunk
 from kamera_cli.operator.patch import Factors, LayerPatch
 from kamera_cli.results import WindowEntry
 from kamera_store.errors import DamagedError, DamagedRecordWarning

@@ -13,7 +13,8 @@ from kamera_cli.errors import RefusedError
 from kamera_cli.generate import next_token_kl
 from kamera_cli.model.compat import rope_index
 from kamera_cli.model.families.gqa import LayerKV
-from kamera_cli.model.runner import ChunkInputs, ModelRunner, Segment
+from kamera_cli.model.inputs import ChunkInputs, Segment
+from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.operator.patch import form
 

@@ -9,7 +9,8 @@ import torch
 
 from kamera_cli.model.compat import DynamicCache, fill_cache
 from kamera_cli.model.families.gqa import LayerKV
-from kamera_cli.model.runner import ModelRunner, Segment
+from kamera_cli.model.inputs import Segment
+from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.operator.patch import LayerPatch, factorise, form, residual
 

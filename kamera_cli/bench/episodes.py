@@ -14,7 +14,8 @@ from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, bench_episode, write_epis
 from kamera_cli.jobs.encode import model_inputs
 from kamera_cli.jobs.ingest import IngestOptions
 from kamera_cli.media.source import inspect
-from kamera_cli.model.runner import ModelRunner, Segment
+from kamera_cli.model.inputs import Segment
+from kamera_cli.model.runner import ModelRunner
 from kamera_cli.model.scoring import Forced
 from kamera_cli.tiny.vocabulary import UNKNOWN
 from kamera_cli.tiny.world import Episode, Question

@@ -14,7 +14,7 @@ from kamera_cli.jobs.encode import model_inputs
 from kamera_cli.jobs.ingest import IngestOptions
 from kamera_cli.media.errors import MediaError
 from kamera_cli.media.source import inspect
-from kamera_cli.model.runner import ChunkInputs
+from kamera_cli.model.inputs import ChunkInputs
 from kamera_cli.results import Comparison
 from kamera_store.records import Record
 

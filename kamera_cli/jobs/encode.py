@@ -13,7 +13,8 @@ from kamera_cli.errors import KameraError
 from kamera_cli.jobs.ingest import IngestOptions, chunk_name, report
 from kamera_cli.media.errors import MediaError
 from kamera_cli.media.source import MediaChunk, Sampling, SourceInfo, chunks, inspect, num_chunks, printable
-from kamera_cli.model.runner import ChunkInputs, ModelRunner
+from kamera_cli.model.inputs import ChunkInputs
+from kamera_cli.model.runner import ModelRunner
 from kamera_cli.results import IngestedChunk, IngestedSource
 from kamera_store.keys import Identity
 from kamera_store.records import Record

@@ -12,7 +12,7 @@ from kamera_cli.generate import next_token_kl
 from kamera_cli.jobs.patches import Part, PatchOptions, probe_logits
 from kamera_cli.library import Library
 from kamera_cli.model.families.gqa import LayerKV
-from kamera_cli.model.runner import Segment
+from kamera_cli.model.inputs import Segment
 from kamera_cli.operator.patch import form
 from kamera_store.errors import DamagedError, NoRoomError, ReadOnlyError
 from kamera_store.keys import Identity

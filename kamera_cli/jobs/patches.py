@@ -22,8 +22,9 @@ from kamera_cli.jobs.common import (
 )
 from kamera_cli.library import Library
 from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.inputs import Segment
 from kamera_cli.model.loading import DTYPES
-from kamera_cli.model.runner import ModelRunner, Segment
+from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.operator.patch import LayerPatch, check_rank, form
 from kamera_cli.results import CompileResult, FormedPatch, Progress, RecallResult

@@ -13,36 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from kamera_cli.errors import UsageError
-from kamera_cli.model.compat import DynamicCache, VideoMetadata, cache_argument, decoder_of
+from kamera_cli.model.compat import DynamicCache, cache_argument, decoder_of
 from kamera_cli.model.families.gqa import GQA, Capture, LayerKV
+from kamera_cli.model.inputs import ChunkInputs, Segment, media_inputs
 from kamera_cli.model.loading import LoadedModel
-from kamera_cli.model.positions import RelativePositions, media_positions, probe, text_positions
+from kamera_cli.model.positions import probe, text_positions
 from kamera_cli.model.prompt import prompt_format
-
-
-@dataclass(frozen=True)
-class ChunkInputs:
-    """What the model sees of a chunk.
-
-    Attributes
-    ----------
-    token_ids : torch.Tensor
-        (T,) int64.
-    tensors : dict
-        The processor's output tensors (pixels, grids, seconds per grid step); empty for text.
-    positions : RelativePositions
-        As the installed model gives them for this chunk alone.
-    """
-
-    kind: str
-    token_ids: torch.Tensor
-    token_types: torch.Tensor
-    tensors: dict[str, torch.Tensor]
-    positions: RelativePositions
-
-    @property
-    def num_tokens(self) -> int:
-        return self.token_ids.numel()
 
 
 @dataclass(frozen=True)
@@ -72,18 +48,6 @@ class _Run:
     hidden: torch.Tensor
     vision_ms: float
     prefill_ms: float
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A span of a prompt that is to be prefilled: embeddings (T, hidden) and positions relative to its own start."""
-
-    embeddings: torch.Tensor
-    positions: RelativePositions
-
-    @property
-    def num_tokens(self) -> int:
-        return self.embeddings.shape[0]
 
 
 class ModelRunner:
@@ -170,17 +134,7 @@ class ModelRunner:
     def media_inputs(
         self, kind: str, frames: torch.Tensor, *, fps: float | None, max_pixels: int | None
     ) -> ChunkInputs:
-        """Run the checkpoint's processor on one image or video chunk.
-
-        Parameters
-        ----------
-        frames : torch.Tensor
-            uint8 RGB, (N, H, W, 3) for a video, (H, W, 3) for an image.
-        fps : float or None
-            The rate at which the frames really were sampled; handed on as metadata, since the processor otherwise
-            assumes 24 fps.
-        max_pixels : int or None
-            Upper bound of pixels per frame after resizing; None keeps the checkpoint's own.
+        """Run the checkpoint's processor on one image or video chunk; see `kamera_cli.model.inputs.media_inputs`.
 
         Raises
         ------
@@ -189,30 +143,8 @@ class ModelRunner:
         """
         if self.processor is None or kind not in self.prompt.blocks:
             raise UsageError(f"model {self.loaded.checkpoint.label} does not take {kind} input")
-        options: dict = {"return_tensors": "pt", "text_kwargs": {"add_special_tokens": False}}
-        part = self.processor.image_processor if kind == "image" else self.processor.video_processor
-        sizing = {} if max_pixels is None else {"size": _size_within(part.size, max_pixels)}
-        if kind == "image":
-            options |= {"images": [frames.permute(2, 0, 1)], "images_kwargs": sizing}
-        else:
-            num_frames = frames.shape[0]
-            metadata = VideoMetadata(
-                total_num_frames=num_frames, fps=fps, frames_indices=list(range(num_frames))
-            )
-            options |= {
-                "videos": [frames.permute(0, 3, 1, 2)],
-                "videos_kwargs": {"do_sample_frames": False, "video_metadata": [metadata], **sizing},
-            }
-        output = self.processor(text=[self.prompt.blocks[kind]], **options)
-        token_ids, token_types = output["input_ids"][0], output["mm_token_type_ids"][0]
-        skipped = {"input_ids", "attention_mask", "mm_token_type_ids"}
-        tensors = {name: torch.as_tensor(value) for name, value in output.items() if name not in skipped}
-        positions = media_positions(
-            self.model, token_ids, token_types,
-            image_grid=tensors.get("image_grid_thw"), video_grid=tensors.get("video_grid_thw"),
-            second_per_grid=tensors.get("second_per_grid_ts"),
-        )  # fmt: skip
-        return ChunkInputs(kind, token_ids, token_types, tensors, positions)
+        block = self.prompt.blocks[kind]
+        return media_inputs(self.model, self.processor, block, kind, frames, fps=fps, max_pixels=max_pixels)
 
     @torch.inference_mode()
     def encode(self, chunk: ChunkInputs) -> EncodedChunk:
@@ -364,8 +296,3 @@ class ModelRunner:
             return self.prefill_captured([self.preamble])[0]
         nothing = self.preamble.embeddings.new_empty(0, self.family.num_kv_heads, self.family.head_dim)
         return [LayerKV(nothing, nothing)] * self.family.num_layers
-
-
-def _size_within(size: object, max_pixels: int) -> dict[str, int]:
-    bounds = dict(size)
-    return {"shortest_edge": min(bounds["shortest_edge"], max_pixels), "longest_edge": max_pixels}

@@ -22,7 +22,7 @@ def chunks_of(runner) -> list:
 
 
 def segments_of(runner, chunks) -> list:
-    from kamera_cli.model.runner import Segment
+    from kamera_cli.model.inputs import Segment
 
     return [runner.preamble, *(Segment(runner.encode(chunk).embeddings, chunk.positions) for chunk in chunks)]
 
