@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import ledger, payload, probe, rows, states
-from .environment import Transaction
 from .errors import (
     DamagedError,
     FormatVersionError,
@@ -17,7 +16,8 @@ from .errors import (
     StoreDamagedError,
     UnsupportedDtypeError,
 )
-from .records import decode_header
+from .header import decode_header
+from .transaction import Transaction
 
 if TYPE_CHECKING:
     from .kvstore import KVStore

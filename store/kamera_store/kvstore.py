@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import eviction, ledger, rows, states
-from .environment import Environment, Transaction
+from .environment import Environment
 from .errors import (
     DamagedError,
     DamagedRecordWarning,
@@ -22,19 +22,21 @@ from .errors import (
     UnsupportedDtypeError,
 )
 from .eviction import EvictionPlan
+from .header import decode_header
 from .keys import Identity
-from .records import Record, TensorBytes, decode_header
+from .records import Record, TensorBytes
+from .room import DEFAULT_QUOTA_BYTES, QUOTA_KEY, plan_room, quota_of, reserve, stored_quota
 from .segments import needed_bytes
 from .states import State
 from .stats import Stats, gather
+from .transaction import Transaction
 
 if TYPE_CHECKING:
     from .integrity import CompactReport, VerifyReport
     from .payload import FetchedLayer, Prepared
 
-DEFAULT_QUOTA_BYTES = 20 << 30
 _DISK_SHARE = 0.8
-_QUOTA_KEY, _PULSE_KEY = b"quota", b"pulse"
+_PULSE_KEY = b"pulse"
 _MIN_QUOTA_BYTES = 1 << 20
 _BATCH = 256
 _ROOM_TRIES = 3
@@ -119,20 +121,20 @@ class KVStore:
     def quota_bytes(self) -> int:
         """The limit that is in force now, in bytes."""
         with self._env.read() as txn:
-            return _quota(txn)
+            return quota_of(txn)
 
     def set_quota(self, quota_bytes: int) -> None:
         """Change the limit for every process. Nothing is evicted before the next write."""
         if quota_bytes < _MIN_QUOTA_BYTES:
             raise ValueError(f"quota of {quota_bytes} bytes, at least {_MIN_QUOTA_BYTES} are needed")
-        row = rows.close_row("format", _QUOTA_KEY, str(int(quota_bytes)).encode())
-        self._write(lambda txn: txn.put("format", _QUOTA_KEY, row))
+        row = rows.close_row("format", QUOTA_KEY, str(int(quota_bytes)).encode())
+        self._write(lambda txn: txn.put("format", QUOTA_KEY, row))
 
     def _settle_quota(self, wanted: int | None) -> None:
         if self.read_only:
             return
         with self._env.read() as txn:
-            stored = _stored_quota(txn)
+            stored = stored_quota(txn)
         if stored is None and wanted is None:
             wanted = max(
                 _MIN_QUOTA_BYTES,
@@ -211,7 +213,7 @@ class KVStore:
                 # Evicted in a transaction of its own: the next one but one can use the pages again.
                 pass
             with self._env.read() as txn:
-                plan = _plan_room(txn, prepared)
+                plan = plan_room(txn, prepared)
             self.evict(plan)
         # Others took the room each time: evict and write at once, and let the file grow by one record.
         return self._write(lambda txn: self._put_in(txn, prepared, replace, evicting=True))
@@ -224,10 +226,10 @@ class KVStore:
             return False
         ledger.remove(txn, record.key)
         if evicting:
-            for key in _plan_room(txn, prepared).keys:
+            for key in plan_room(txn, prepared).keys:
                 ledger.remove(txn, key)
-        used, quota = txn.used_bytes(), _quota(txn)
-        if not evicting and used + prepared.needed_bytes > quota - _reserve(quota):
+        used, quota = txn.used_bytes(), quota_of(txn)
+        if not evicting and used + prepared.needed_bytes > quota - reserve(quota):
             raise _ShortageError
         payload.write(txn, prepared, time.time())
         return True
@@ -265,8 +267,8 @@ class KVStore:
         """
         needed = needed_bytes(raw_bytes, 4096)
         with self._env.read() as txn:
-            quota, used = _quota(txn), txn.used_bytes()
-        limit = quota - _reserve(quota)
+            quota, used = quota_of(txn), txn.used_bytes()
+        limit = quota - reserve(quota)
         if needed > limit:
             raise NoRoomError(needed, limit)
         inside = max(0, self._env.file_bytes() - used)
@@ -484,7 +486,7 @@ class KVStore:
     def stats(self) -> Stats:
         """Counts and bytes by kind and tenant, and the room inside and outside the data file."""
         with self._env.read() as txn:
-            return gather(txn, self._env.file_bytes(), self._env.map_bytes(), _quota(txn))
+            return gather(txn, self._env.file_bytes(), self._env.map_bytes(), quota_of(txn))
 
     def plan_eviction(
         self,
@@ -539,52 +541,6 @@ class KVStore:
         from .integrity import compact
 
         return compact(self)
-
-
-def _reserve(quota_bytes: int) -> int:
-    """Part of the quota that records may not take, so that windows and stamps can always be written."""
-    return min(64 << 20, max(128 << 10, quota_bytes // 64))
-
-
-def _plan_room(txn: Transaction, prepared: Prepared) -> EvictionPlan:
-    """Which units go so that a record fits, with some slack if it can be had.
-
-    Raises
-    ------
-    NoRoomError
-        If all that may go is not enough.
-    """
-    record, quota, used = prepared.record, _quota(txn), txn.used_bytes()
-    limit = quota - _reserve(quota)
-    usages, pinned = list(ledger.usages(txn)), states.pinned(txn)
-    chunk, antecedents = ledger.references(record)
-    named = {chunk, *antecedents}
-    protected = {(record.tenant, record.unit)} | {
-        (row.tenant, row.unit) for row in usages if row.key in named
-    }
-    units, aim = eviction.group_units(usages), limit - prepared.needed_bytes
-    for slack in (min(limit // 32, max(0, aim)), 0):
-        plan = eviction.plan_eviction(
-            units,
-            used_bytes=used,
-            now_s=time.time(),
-            to_bytes=aim - slack,
-            pinned=pinned,
-            protected=frozenset(protected),
-        )
-        if plan.reached:
-            return plan
-    raise NoRoomError(prepared.needed_bytes, max(0, limit - used + plan.freed_bytes))
-
-
-def _stored_quota(txn: Transaction) -> int | None:
-    value = txn.get("format", _QUOTA_KEY)
-    return None if value is None else int(rows.open_row("format", _QUOTA_KEY, value))
-
-
-def _quota(txn: Transaction) -> int:
-    stored = _stored_quota(txn)
-    return DEFAULT_QUOTA_BYTES if stored is None else stored
 
 
 def _matches(record: Record, kind: str | None, tenant: str | None) -> bool:

@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from .environment import Transaction
 from .errors import DamagedError, DamagedRecordWarning, FormatVersionError, UnsupportedDtypeError
-from .records import Record, decode_header
+from .header import decode_header
+from .records import Record
 from .rows import close_row, open_row
 from .segments import stored_bytes
+from .transaction import Transaction
 
 CHUNK, ANTECEDENT = b"c", b"a"
 _NUMBERS = struct.Struct("<dddQQ16sBBHH")

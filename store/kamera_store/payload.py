@@ -10,19 +10,17 @@ from typing import Any
 import numpy as np
 
 from . import codec, ledger, segments
-from .environment import Transaction
 from .errors import DamagedError, MissingRecordError
+from .header import decode_header, encode_header, header_checksum
 from .keys import Identity, checksum64
 from .records import (
     RAW,
     Record,
     TensorBytes,
     TensorInfo,
-    decode_header,
-    encode_header,
-    header_checksum,
     sort_tensors,
 )
+from .transaction import Transaction
 
 
 @dataclass(frozen=True)

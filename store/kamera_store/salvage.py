@@ -9,17 +9,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from . import ledger, payload
-from .environment import Environment, Transaction
+from .environment import Environment
 from .errors import (
     DamagedError,
     KameraStoreError,
     NotAStoreError,
 )
+from .header import decode_header
 from .kvstore import KVStore
 from .probe import child_command
-from .records import Record, decode_header
+from .records import Record
 from .rows import open_row
 from .segments import segment_key
+from .transaction import Transaction
 
 _MAX_DEATHS = 1000
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .environment import Transaction
 from .errors import ConflictError, DamagedError
-from .records import parse_json, strict_json
 from .rows import close_row, open_row
+from .strict import parse_json, strict_json
+from .transaction import Transaction
 
 _VERSION = struct.Struct("<Q")
 _MAX_KEY_BYTES = 500

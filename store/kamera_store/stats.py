@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from . import eviction, ledger
-from .environment import Transaction
+from .transaction import Transaction
 
 
 @dataclass(frozen=True)

@@ -171,8 +171,8 @@ def test_wrong_product_of_sizes_is_refused_before_any_view():
 
 
 def test_header_whose_shape_does_not_fit_its_bytes_is_refused(kit):
+    from kamera_store.header import decode_header, encode_header
     from kamera_store.payload import prepare
-    from kamera_store.records import decode_header, encode_header
 
     prepared = prepare(
         kit.identity_of(1), tenant="t", unit="u", meta={}, tensors=kit.tensors_of(1), cost_ms=1, created_s=1.0

@@ -13,7 +13,7 @@ import zstandard
 
 import kamera_store
 from kamera_store import KVStore, TensorBytes, chunk_identity, codec, keys, ledger
-from kamera_store.records import VERSION, decode_header, encode_header
+from kamera_store.header import VERSION, decode_header, encode_header
 
 TEXT = (Path(kamera_store.__file__).parents[1] / "FORMAT.md").read_text(encoding="utf-8")
 IDS = TensorBytes("token_ids", -1, "int64", (32,), np.arange(32, dtype=np.int64) // 8)
