@@ -414,13 +414,19 @@ class KVStore:
         """Delete records, sound or damaged, in one transaction; bytes freed inside the data file."""
         listed = [bytes(key) for key in keys]
 
-        def action(txn: Transaction) -> int:
-            before = txn.used_bytes()
-            for key in listed:
-                ledger.remove(txn, key)
-            return max(0, before - txn.used_bytes())
+        return self._remove(lambda txn: listed) if listed else 0
 
-        freed = self._write(action) if listed else 0
+    def _remove(self, choose: Callable[[Transaction], Iterable[bytes]]) -> int:
+        """Delete the records that `choose` names inside the transaction; bytes freed, as the ledger counts them."""
+
+        def action(txn: Transaction) -> int:
+            before, counted = txn.used_bytes(), 0
+            for key in choose(txn):
+                counted += ledger.stored_bytes_of(txn, key)
+                ledger.remove(txn, key)
+            return max(counted, before - txn.used_bytes())
+
+        freed = self._write(action)
         if freed:
             self._pulse()
         return freed
@@ -514,19 +520,12 @@ class KVStore:
     def evict(self, plan: EvictionPlan) -> int:
         """Carry out a plan; bytes freed inside the data file. Units that a window took up meanwhile stay."""
 
-        def action(txn: Transaction) -> int:
-            before, pinned = txn.used_bytes(), states.pinned(txn)
-            for dropped in plan.units:
-                if pinned.isdisjoint(dropped.unit.keys):
-                    for key in dropped.unit.keys:
-                        ledger.remove(txn, key)
-            return max(0, before - txn.used_bytes())
+        def choose(txn: Transaction) -> list[bytes]:
+            pinned = states.pinned(txn)
+            units = [dropped.unit for dropped in plan.units if pinned.isdisjoint(dropped.unit.keys)]
+            return [key for unit in units for key in unit.keys]
 
-        if not plan.units:
-            return 0
-        freed = self._write(action)
-        self._pulse()
-        return freed
+        return self._remove(choose) if plan.units else 0
 
     def verify(
         self, *, on_progress: Callable[[int, int], None] | None = None, quarantine: bool = True

@@ -182,6 +182,15 @@ def touch(txn: Transaction, keys: Iterable[bytes], now_s: float) -> int:
     return num_stamped
 
 
+def stored_bytes_of(txn: Transaction, key: bytes) -> int:
+    """What a record takes in the data file; 0 if there is none or its row is damaged."""
+    row = txn.get("ledger", key)
+    try:
+        return 0 if row is None else decode_usage(key, row).stored_bytes
+    except DamagedError:
+        return 0
+
+
 def remove(txn: Transaction, key: bytes) -> bool:
     """Delete a record, sound or not, with all that belongs to it; whether anything was there."""
     header = txn.get("records", key)

@@ -112,6 +112,15 @@ def test_patches_are_found_from_their_chunk_and_from_their_antecedents(store, ki
     assert store.verify().ok
 
 
+def test_deleting_reports_the_bytes_of_what_was_there(store, kit):
+    idents = [kit.put_chunk(store, n) for n in range(3)]
+    sizes = {unit.keys[0]: unit.stored_bytes for unit in store.units()}
+    assert store.delete([idents[0].key]) >= sizes[idents[0].key] > 0
+    assert store.delete([idents[0].key]) == 0
+    plan = store.plan_eviction(to_bytes=0)
+    assert store.evict(plan) >= plan.freed_bytes > 0
+
+
 def test_deleting_a_unit_takes_the_patches_of_its_chunks_along(store, kit):
     a, b = kit.put_chunk(store, 1, unit="film"), kit.put_chunk(store, 2, unit="page")
     mine, other = kit.put_patch(store, a, [b], unit="elsewhere"), kit.put_patch(store, b, [a])
