@@ -1,8 +1,10 @@
 """Kamera: reuse the KV cache of video, image and text chunks at any position, in any order."""
 
-from importlib.metadata import PackageNotFoundError, version
 
-try:
-    __version__ = version("kamera-kv")
-except PackageNotFoundError:  # running from a source tree that was never installed
-    __version__ = "0.1.0"
+def __getattr__(name: str) -> str:
+    """``__version__``, read when asked for: every start would pay for the look-up."""
+    if name != "__version__":
+        raise AttributeError(name)
+    from importlib.metadata import version
+
+    return version("kamera-kv")

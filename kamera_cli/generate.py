@@ -67,13 +67,19 @@ def decode(
         Token id that followed the prompt.
     position : int
         Position of ``first`` on every axis.
+    on_token : callable, optional
+        Receives the text of the answer in pieces, as soon as each is complete.
     """
-    ended, produced = runner.eos_ids, []
+    ended, produced, told = runner.eos_ids, [], ""
     token = first
     while token not in ended and len(produced) < max_new_tokens:
         produced.append(token)
         if on_token is not None:
-            on_token(runner.tokenizer.decode([token]))
+            # Decoded as a whole: a token alone loses its spaces, and may be part of a character.
+            text = runner.tokenizer.decode(produced, skip_special_tokens=True)
+            if not text.endswith("\ufffd"):
+                on_token(text[len(told) :])
+                told = text
         if len(produced) == max_new_tokens:
             break
         positions = runner.positions_from(position + len(produced) - 1, 1)

@@ -116,5 +116,5 @@ def require_context(engine: Engine, num_positions: int, what: str) -> None:
     limit = engine.runner.max_tokens
     if num_positions > limit:
         raise UsageError(
-            f"{what} takes {num_positions} tokens, the context of {engine.checkpoint.label} is {limit}"
+            f"{what}: {num_positions} tokens, the context of {engine.checkpoint.label} is {limit}"
         )

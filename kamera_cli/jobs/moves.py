@@ -8,6 +8,7 @@ from kamera_cli.errors import RefusedError, UsageError
 from kamera_cli.results import EvictResult, WindowEntry, WindowView
 from kamera_cli.window import list_windows, load_window, pick, purged, update_window, without
 from kamera_store.kvstore import KVStore
+from kamera_store.records import Record
 
 
 def position(at: str | int) -> int | None:
@@ -51,17 +52,24 @@ def evict(
     change = purged if purge else without
     if purge:
         _refuse_held_elsewhere(store, tenant, name, leaving)
+    doomed = _records(store, tenant, leaving) if purge else {}
+    gone = tuple(entry.chunk for entry in leaving if purge)
     if dry_run:
-        return EvictResult(change(window, leaving), leaving, dry_run=True)
+        freed = sum(record.stored_bytes for record in doomed.values())
+        return EvictResult(change(window, leaving), leaving, gone, freed, dry_run=True)
     window = update_window(store, tenant, name, lambda current: change(current, leaving))
-    freed, gone = 0, []
-    for entry in leaving if purge else ():
+    return EvictResult(window, leaving, gone, store.delete(doomed) if doomed else 0)
+
+
+def _records(store: KVStore, tenant: str, leaving: Sequence[WindowEntry]) -> dict[bytes, Record]:
+    """Chunks, their patches, and the patches that carry something of them."""
+    found: dict[bytes, Record] = {}
+    for entry in leaving:
         key = bytes.fromhex(entry.chunk)
-        keys = [key, *(patch.key for patch in store.patches_of(key, tenant=tenant))]
-        keys += [patch.key for patch in store.patches_naming(key, tenant=tenant)]
-        freed += store.delete(dict.fromkeys(keys))
-        gone.append(entry.chunk)
-    return EvictResult(window, leaving, tuple(gone), freed)
+        chunk = store.get(key)
+        linked = (*store.patches_of(key, tenant=tenant), *store.patches_naming(key, tenant=tenant))
+        found |= {record.key: record for record in (chunk, *linked) if record is not None}
+    return found
 
 
 def _refuse_held_elsewhere(store: KVStore, tenant: str, name: str, leaving: Sequence[WindowEntry]) -> None:

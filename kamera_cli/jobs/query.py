@@ -71,13 +71,14 @@ def query(
     """Answer a question from stored chunks; see ``Engine.query``."""
     _check(question, options)
     view = load_window(engine.store, engine.settings.tenant, window)
+    entries = ordered(view, chunks)
     refuse_other_model(engine, view)
     runner, library = engine.runner, engine.library
     choose = Chooser(options.temperature, options.seed)
 
     started = time.perf_counter()
     question_ids = runner.question_ids(question)
-    wanted = conditioning(view, ordered(view, chunks), given_order=chunks is not None)
+    wanted = conditioning(view, entries, given_order=chunks is not None)
     found = [_find(library, chunk) for chunk in wanted]
     _require_fit(engine, found, question_ids.numel() + options.max_new_tokens)
     chosen = plan(_wanted(found), reuse=options.reuse, max_kl=options.max_kl)
