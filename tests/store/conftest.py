@@ -143,3 +143,23 @@ def kit():
         identity_of=identity_of, tensors_of=tensors_of, noise=noise, put_chunk=put_chunk, put_patch=put_patch,
         same_tensors=same_tensors, run_python=run_python, source=SOURCE,
     )  # fmt: skip
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Start processes that can import the store and these helpers; none outlives the test."""
+    children: list[subprocess.Popen] = []
+    env = dict(os.environ, PYTHONPATH=SOURCE + os.pathsep + str(Path(__file__).parent), OMP_NUM_THREADS="1")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+    def start(code: str, *args: str) -> subprocess.Popen:
+        children.append(subprocess.Popen([sys.executable, "-c", code, *args], env=env, **pipes))
+        return children[-1]
+
+    yield start
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+        for pipe in (child.stdin, child.stdout, child.stderr):
+            pipe.close()
+        child.wait()

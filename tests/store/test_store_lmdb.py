@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import lmdb
 import pytest
@@ -24,21 +21,6 @@ from kamera_store import (
 )
 
 MIB = 1 << 20
-
-
-def worker(kit, code: str, *args: str) -> subprocess.Popen:
-    """A process with the helpers of this folder that is talked to over pipes."""
-    env = dict(
-        os.environ, PYTHONPATH=kit.source + os.pathsep + str(Path(__file__).parent), OMP_NUM_THREADS="1"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *args],
-        env=env,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def test_map_grows_under_an_ingest_and_nothing_is_lost(folder, kit):
@@ -70,9 +52,9 @@ with KVStore.open(sys.argv[1], read_only=sys.argv[2] == "r", map_bytes=1 << 20) 
 
 
 @pytest.mark.parametrize("mode", ["r", "w"])
-def test_process_that_opened_earlier_follows_a_map_that_another_one_grew(folder, kit, mode):
+def test_process_that_opened_earlier_follows_a_map_that_another_one_grew(folder, kit, mode, spawn):
     KVStore.open(folder, map_bytes=MIB).close()
-    child = worker(kit, READER, str(folder), mode)
+    child = spawn(READER, str(folder), mode)
     try:
         assert child.stdout.readline() == "open\n", child.stderr.read()
         with KVStore.open(folder, map_bytes=64 * MIB) as store:
@@ -143,10 +125,10 @@ def test_compact_gives_space_back_and_keeps_everything(folder, kit):
         assert store.stats().count == 2 and store.verify().ok
 
 
-def test_compact_is_refused_while_another_process_has_the_store(folder, kit):
+def test_compact_is_refused_while_another_process_has_the_store(folder, kit, spawn):
     with KVStore.open(folder) as store:
         kit.put_chunk(store, 1)
-        child = worker(kit, READER, str(folder), "r")
+        child = spawn(READER, str(folder), "r")
         assert child.stdout.readline() == "open\n"
         with pytest.raises(StoreBusyError, match="another process"):
             store.compact()

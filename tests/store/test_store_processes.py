@@ -5,30 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from kamera_store import KVStore, guard
 
 NUM_KILLS = int(os.environ.get("KAMERA_TEST_KILLS", "6"))
-
-
-def start(kit, code: str, *args: str) -> subprocess.Popen:
-    env = dict(
-        os.environ, PYTHONPATH=kit.source + os.pathsep + str(Path(__file__).parent), OMP_NUM_THREADS="1"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *args],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 WRITER = """
@@ -45,10 +29,10 @@ with KVStore.open(sys.argv[1], map_bytes=1 << 20) as store:
 """
 
 
-def test_kill_at_any_moment_loses_nothing_that_was_committed(folder, kit):
+def test_kill_at_any_moment_loses_nothing_that_was_committed(folder, kit, spawn):
     rng, first = random.Random(1), 0
     for _ in range(NUM_KILLS):
-        child = start(kit, WRITER, str(folder), str(first))
+        child = spawn(WRITER, str(folder), str(first))
         lines = [child.stdout.readline()]
         reader = threading.Thread(target=lambda c=child, seen=lines: seen.extend(c.stdout))
         reader.start()
@@ -82,13 +66,13 @@ with KVStore.open(sys.argv[1]) as store:
 """
 
 
-def test_kill_during_compact_leaves_a_whole_store(folder, kit):
+def test_kill_during_compact_leaves_a_whole_store(folder, kit, spawn):
     rng = random.Random(2)
     with KVStore.open(folder) as store:
         for n in range(12):
             kit.put_chunk(store, n, tensors=[kit.noise(300_000, n)])
     for _ in range(max(3, NUM_KILLS // 2)):
-        child = start(kit, COMPACTOR, str(folder))
+        child = spawn(COMPACTOR, str(folder))
         child.stdout.readline()
         time.sleep(rng.random() * 0.1)
         child.send_signal(signal.SIGKILL)
@@ -98,7 +82,7 @@ def test_kill_during_compact_leaves_a_whole_store(folder, kit):
             assert store.stats().count == 12 and store.verify().ok
 
 
-def test_reader_killed_in_a_transaction_does_not_hold_pages_for_ever(folder, kit):
+def test_reader_killed_in_a_transaction_does_not_hold_pages_for_ever(folder, kit, spawn):
     code = (
         "import sys, time\n"
         "from conftest import *\n"
@@ -109,13 +93,11 @@ def test_reader_killed_in_a_transaction_does_not_hold_pages_for_ever(folder, kit
     )
     with KVStore.open(folder) as keeper:
         kit.put_chunk(keeper, 1)
-        child = start(kit, code, str(folder))
+        child = spawn(code, str(folder))
         assert child.stdout.readline() == "reading\n"
         child.send_signal(signal.SIGKILL)
         child.wait()
-        again = start(
-            kit, "import sys\nfrom conftest import *\nKVStore.open(sys.argv[1]).close()", str(folder)
-        )
+        again = spawn("import sys\nfrom conftest import *\nKVStore.open(sys.argv[1]).close()", str(folder))
         assert again.wait(30) == 0
         assert keeper._env._handle().reader_check() == 0, "the second process should have cleared the slot"
 
@@ -223,7 +205,7 @@ def test_threads_read_and_write_while_the_map_grows(folder, kit):
         assert store.stats().count == 48 and store.verify().ok
 
 
-def test_two_processes_that_ingest_the_same_content_store_it_once(folder, kit):
+def test_two_processes_that_ingest_the_same_content_store_it_once(folder, kit, spawn):
     code = (
         "import sys\n"
         "from conftest import *\n"
@@ -231,7 +213,7 @@ def test_two_processes_that_ingest_the_same_content_store_it_once(folder, kit):
         "    options = {'tenant': 't', 'unit': 'u', 'meta': {}, 'cost_ms': 1}\n"
         "    print(sum(store.put(identity_of(n), tensors=tensors_of(n), **options) for n in range(40)))\n"
     )
-    children = [start(kit, code, str(folder)) for _ in range(2)]
+    children = [spawn(code, str(folder)) for _ in range(2)]
     written = [int(child.communicate(timeout=60)[0]) for child in children]
     assert sum(written) == 40
     with KVStore.open(folder) as store:

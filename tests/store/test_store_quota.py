@@ -177,18 +177,9 @@ print("done")
 """
 
 
-def test_quota_is_of_the_store_and_not_of_each_process(folder, kit):
-    import subprocess
-    import sys
-    from pathlib import Path
-
+def test_quota_is_of_the_store_and_not_of_each_process(folder, spawn):
     KVStore.open(folder, quota_bytes=10 * MIB).close()
-    env = {"PYTHONPATH": f"{kit.source}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
-    options = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", FILL, str(folder), start], **options)
-        for start in ("0", "1000")
-    ]
+    processes = [spawn(FILL, str(folder), start) for start in ("0", "1000")]
     for process in processes:
         out, error = process.communicate(timeout=60)
         assert out == "done\n", error
