@@ -10,6 +10,8 @@ from kamera_cli.bench.results import Chart
 MISSING = "no pictures: matplotlib is not installed (pip install 'kamera-kv[bench]')"
 
 _COLOURS = ("#d1495b", "#edae49", "#00798c", "#8d96a3", "#5b5f97", "#3a7d44", "#b56576", "#2e4057")
+_MOST_TICKS = 10
+"""Up to this many different x, each has a tick of its own."""
 _INK, _FAINT = "#22262b", "#d9dde2"
 
 
@@ -66,6 +68,7 @@ def _lines(axes, chart: Chart) -> None:
     if chart.x_log:
         axes.set_xscale("log", base=2)
         axes.minorticks_off()
+    if chart.x_log or len(x) <= _MOST_TICKS:
         axes.set_xticks(x, [f"{value:,.0f}" for value in x])
     if chart.y_log:
         from matplotlib.ticker import FuncFormatter, LogLocator
@@ -80,7 +83,7 @@ def _lines(axes, chart: Chart) -> None:
     axes.set_ylabel(chart.y_label)
     axes.grid(color=_FAINT, linewidth=0.7)
     if len(chart.series) + len(chart.levels) > 1:
-        axes.legend(frameon=False, fontsize=9)
+        axes.legend(fontsize=9, facecolor="white", edgecolor="none", framealpha=0.9)
 
 
 def _stack(axes, chart: Chart) -> None:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ COUNTS = (1, 2, 4, 8, 16, 24)
 COUNTS_RANDOM = (1, 4, 16)
 """The same for larger models of random weights, which take longer and are there for the times alone."""
 HEADLINE = 16
+SHORT_SECONDS, SHORT_COUNTS = 1.0, (2, 4)
+"""Length and number of the chunks of the shortest prompts, each chunk a single grid step."""
 NUM_RUNS = 7
 """Counted runs at `HEADLINE` chunks; other lengths take `NUM_SWEEP_RUNS`."""
 NUM_SWEEP_RUNS = 3
@@ -79,16 +82,47 @@ def measure(
             own = replace(own, model=str(work / "model"))
         questions = long_video(work / "cards.mp4", max(counts), options.seed)
         with Engine(own, on_progress=on_progress) as engine:
-            engine.ingest([work / "cards.mp4"], fps=FPS, chunk_seconds=CHUNK_SECONDS)
-            order = _order(max(counts), options.seed)
-            rank = options.ranks[0] if options.ranks else "auto"
-            compiled = engine.compile_patches(order, rank=rank, probe=questions[0].text)
             texts = [question.text for question in questions[: NUM_QUESTIONS if geometry is None else 1]]
-            points = [_point(engine, order[:count], texts, on_progress) for count in counts]
+            order = _order(max(counts), options.seed)
+            engine.ingest([work / "cards.mp4"], fps=FPS, chunk_seconds=CHUNK_SECONDS)
+            rank = max(options.ranks, default="auto")
+            compiled = engine.compile_patches(order, rank=rank, probe=texts[0])
+            prompts = [
+                *_short(engine, work, options.seed),
+                *(Prompt("default", order[:count]) for count in counts),
+            ]
+            points = [_point(engine, prompt, texts, on_progress) for prompt in prompts]
             headline = next(point for point in points if point.num_chunks == HEADLINE)
             floor = measure_floor(engine.runner, headline)
             described = _describe(engine, name, settings.model)
     return report(points, headline, compiled, floor, described)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Chunks of a window in the order in which they are asked about."""
+
+    window: str
+    order: list[str]
+
+    @property
+    def is_headline(self) -> bool:
+        return len(self.order) == HEADLINE
+
+    @property
+    def num_leading(self) -> int:
+        """Chunks at the start that stand where they were ingested: what a prefix cache would have."""
+        pairs = zip(self.order, map(str, range(1, len(self.order) + 1)), strict=True)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _short(engine: Engine, work: Path, seed: int) -> list[Prompt]:
+    """Prompts of a few tokens over a clip of their own."""
+    long_video(work / "short.mp4", 1, seed + 1)
+    engine.ingest([work / "short.mp4"], window="short", fps=FPS, chunk_seconds=SHORT_SECONDS)
+    order = _order(max(SHORT_COUNTS), seed)
+    engine.compile_patches(order, window="short")
+    return [Prompt("short", order[:count]) for count in SHORT_COUNTS]
 
 
 def _order(num_chunks: int, seed: int) -> list[str]:
@@ -114,12 +148,12 @@ def _describe(engine: Engine, geometry: str, model: str) -> dict:
 
 
 def _point(
-    engine: Engine, order: Sequence[str], questions: Sequence[str], on_progress: Callable[[Progress], None]
+    engine: Engine, prompt: Prompt, questions: Sequence[str], on_progress: Callable[[Progress], None]
 ) -> Point:
-    on_progress(Progress("timing", len(order), None, "chunks in the prompt"))
+    on_progress(Progress("timing", len(prompt.order), None, "chunks in the prompt"))
     runner, library = engine.runner, engine.library
-    entries = {str(entry.number): entry for entry in engine.window().entries}
-    records = [library.find_chunk(entries[number]) for number in order]
+    entries = {str(entry.number): entry for entry in engine.window(prompt.window).entries}
+    records = [library.find_chunk(entries[number]) for number in prompt.order]
     question_ids = runner.question_ids(questions[0])
     started = time.perf_counter()
     inputs = reopen(engine, records)
@@ -135,14 +169,15 @@ def _point(
     samples = take_turns(
         {
             "full": lambda: timed(full, runner.synchronize),
-            **{arm: _query_arm(engine, questions[0], order, arm, seen) for arm, seen in queries.items()},
+            **{arm: _query_arm(engine, questions[0], prompt, arm, seen) for arm, seen in queries.items()},
         },
-        num_runs=NUM_RUNS if len(order) == HEADLINE else NUM_SWEEP_RUNS,
+        num_runs=NUM_RUNS if prompt.is_headline else NUM_SWEEP_RUNS,
     )
-    kl, same = _agreement(engine, questions if len(order) == HEADLINE else questions[:1], order)
+    kl, same = _agreement(engine, questions if prompt.is_headline else questions[:1], prompt)
     return Point(
-        num_chunks=len(order),
+        num_chunks=len(prompt.order),
         num_tokens=sum(record.meta["num_tokens"] for record in records),
+        num_prefix_tokens=sum(record.meta["num_tokens"] for record in records[: prompt.num_leading]),
         num_visual_tokens=sum(_num_visual(chunk.token_types) for chunk in inputs),
         question_tokens=question_ids.numel(),
         samples=samples,
@@ -166,37 +201,44 @@ def _layer_bytes(record: Record) -> tuple[int, int]:
 
 
 def _query_arm(
-    engine: Engine, question: str, order: Sequence[str], arm: str, seen: _Queries, window: str = "default"
+    engine: Engine, question: str, prompt: Prompt, arm: str, seen: _Queries
 ) -> Callable[[], float]:
     reuse = REUSE[arm]
 
     def run() -> float:
-        arrived: list[float] = []
         started = time.perf_counter()
         result = engine.query(
             question,
-            window=window,
-            chunks=order,
+            window=prompt.window,
+            chunks=prompt.order,
             reuse=reuse,
             require_hit=reuse == "patched",
             max_new_tokens=1,
-            on_token=lambda _text: arrived.append(time.perf_counter()),
         )
+        whole_ms = 1e3 * (time.perf_counter() - started)
         seen.stages.append(result.stages)
-        return 1e3 * (arrived[0] - started) if arrived else result.ttft_ms
+        # The engine's clock starts when the window is loaded: all but what follows the first token is counted here.
+        return whole_ms - (result.total_ms - result.ttft_ms)
 
     return run
 
 
 def _agreement(
-    engine: Engine, questions: Sequence[str], order: Sequence[str]
+    engine: Engine, questions: Sequence[str], prompt: Prompt
 ) -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
     """KL to, and agreement with, a full re-encode of the same prompt, per question; not timed."""
     kl: dict[str, list[float]] = {}
     same: dict[str, list[bool]] = {}
     for arm, reuse in REUSE.items():
         for question in questions[:1] if arm == "reprefill" else questions:
-            result = engine.query(question, chunks=order, reuse=reuse, compare=True, max_new_tokens=4)
+            result = engine.query(
+                question,
+                window=prompt.window,
+                chunks=prompt.order,
+                reuse=reuse,
+                compare=True,
+                max_new_tokens=4,
+            )
             kl.setdefault(arm, []).append(result.compare.kl)
             same.setdefault(arm, []).append(result.compare.same_answer)
     return kl, same

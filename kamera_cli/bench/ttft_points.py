@@ -1,4 +1,4 @@
-"""What the suite ``ttft`` measures over one number of chunks, and the length from which one arm beats another (pure)."""
+"""What the suite ``ttft`` measures over one number of chunks, and from which length one arm beats another (pure)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ STAGES = ("lookup", "read", "decompress", "transfer", "assemble", "prefill")
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured over one number of chunks."""
+    """What was measured over one number of chunks.
+
+    Attributes
+    ----------
+    num_prefix_tokens : int
+        Context tokens that stand where they were ingested: what a prefix cache would have found.
+    """
 
     num_chunks: int
     num_tokens: int
+    num_prefix_tokens: int
     num_visual_tokens: int
     question_tokens: int
     samples: dict[str, Samples]
@@ -41,6 +48,7 @@ class Point:
         return {
             "num_chunks": self.num_chunks,
             "num_tokens": self.num_tokens,
+            "num_prefix_tokens": self.num_prefix_tokens,
             "num_visual_tokens": self.num_visual_tokens,
             "question_tokens": self.question_tokens,
             "ttft": {name: samples.to_json() for name, samples in self.samples.items()},

@@ -95,6 +95,8 @@ def _ttft_table(point: Point, described: dict, patches: dict) -> Table:
         f"question of {point.question_tokens} tokens with the template's closing.",
         f"Full re-encode: vision tower {format_ms(point.vision_ms)} of it; reading and decoding the file again, "
         f"{format_ms(point.decode_ms)}, is not counted.",
+        f"A prefix cache would have found {point.num_prefix_tokens:,} of the context tokens: the order is not that "
+        "of ingest.",
         f"Patches: median rank {patches['median_rank']:g}, {100 * share:.0f} % of the chunks' raw KV bytes.",
         "CPU time: processor time of the whole call, which other work on the machine hardly stretches.",
         "KL in nats, next token, against the full re-encode; the worst of the questions.",

@@ -112,8 +112,14 @@ def test_recomputing_every_token_is_a_prefill_and_none_is_blind(arrangement: Arr
 
 def test_full_rank_patches_give_the_re_prefill_before_and_after_rope(arrangement: Arrangement) -> None:
     most = max(segment.num_tokens for segment in arrangement.segments)
-    assert_same(arrangement.patched(arrangement.patches(most), None), arrangement.exact, 5e-3)
-    assert_same(arrangement.patched_after_rotation((most,))[most], arrangement.exact, 5e-3)
+    made = (
+        arrangement.patched(arrangement.patches(most), None),
+        arrangement.patched_after_rotation((most,))[most],
+    )
+    for cache in made:
+        for ours, exact in zip(cache.layers, arrangement.exact.layers, strict=True):
+            for mine, theirs in ((ours.keys, exact.keys), (ours.values, exact.values)):
+                assert float((mine - theirs).norm() / theirs.norm()) < 2e-3  # factors are rounded to fp16
 
 
 def test_rivals_spend_the_tokens_they_are_given(

@@ -66,7 +66,7 @@ def test_ttft_times_four_arms_over_the_same_prompt(
     for point in result.data["points"]:
         assert set(point["ttft"]) == {"full", "reprefill", "patched", "blind"}
         assert all(arm["num_runs"] == 2 and arm["min_ms"] > 0 for arm in point["ttft"].values())
-        assert point["num_visual_tokens"] == 128 * point["num_chunks"]
+        assert point["num_visual_tokens"] in (128 * point["num_chunks"], 16 * point["num_chunks"])
         assert set(point["stages_ms"]["patched"]) == set(ttft.STAGES)
     longest = result.data["points"][-1]
     assert max(longest["kl"]["patched"]) < max(longest["kl"]["blind"])

@@ -9,7 +9,7 @@ import pytest
 
 from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, long_video
 from kamera_cli.bench.timing import Samples, take_turns, timed
-from kamera_cli.bench.ttft import _Queries, _query_arm
+from kamera_cli.bench.ttft import Prompt, _Queries, _query_arm
 from kamera_cli.bench.ttft_points import Point, break_even
 from kamera_cli.engine import Engine
 
@@ -57,7 +57,7 @@ def test_ttft_of_a_query_waits_for_the_device(
     monkeypatch.setattr(runner, "extend", late)
     monkeypatch.setattr(runner, "synchronize", device.synchronize)
     seen = _Queries()
-    measured = _query_arm(engine, questions[0].text, ["1", "2"], "blind", seen, window="late")()
+    measured = _query_arm(engine, questions[0].text, Prompt("late", ["1", "2"]), "blind", seen)()
     assert measured >= 200
     assert seen.stages[0].prefill >= 200
 
@@ -82,9 +82,14 @@ def test_the_first_run_is_kept_apart_and_arms_take_turns() -> None:
     assert measured["b"].to_json()["num_runs"] == 3
 
 
+def test_a_prefix_cache_has_only_what_still_stands_at_the_start() -> None:
+    assert Prompt("w", ["1", "2", "4", "3"]).num_leading == 2
+    assert Prompt("w", ["2", "1", "3"]).num_leading == 0
+
+
 def point(num_tokens: int, slow: float, fast: float) -> Point:
     samples = {"full": Samples((slow,), 0.0), "patched": Samples((fast,), 0.0)}
-    return Point(1, num_tokens, num_tokens, 5, samples, {}, 0.0, 0.0, {}, {}, 1, 1)
+    return Point(1, num_tokens, 0, num_tokens, 5, samples, {}, 0.0, 0.0, {}, {}, 1, 1)
 
 
 def test_break_even_lies_where_the_two_lines_cross() -> None:
