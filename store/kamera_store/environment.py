@@ -277,6 +277,8 @@ class Environment:
     def _handle(self) -> lmdb.Environment:
         env = self._env
         if env is None:
+            if not self._users:
+                raise StoreRefusedError(f"store {self.folder} is closed; open it again")
             with self._opening:
                 if self._env is None:
                     self._open(create=False)
@@ -503,10 +505,14 @@ def walk(folder: str, touch_values: bool, writable: bool) -> None:
     StoreDamagedError
         If a table has more or fewer keys than it says, or keys out of order.
     """
-    size = max(DEFAULT_MAP_BYTES, 2 * os.stat(os.path.join(folder, guard.DATA_FILE)).st_size)
-    with lmdb.open(
-        folder, map_size=size, readonly=not writable, create=False, max_dbs=len(TABLES) + 1
-    ) as env:
+    file_bytes = os.stat(os.path.join(folder, guard.DATA_FILE)).st_size
+    size = _rounded(max(DEFAULT_MAP_BYTES, file_bytes + file_bytes // 4 + 4 * _FREE_LIST_BYTES))
+    try:
+        env = lmdb.open(folder, map_size=size, readonly=not writable, create=False, max_dbs=len(TABLES) + 1)
+    except (lmdb.MemoryError, lmdb.LockError, lmdb.ReadersFullError):
+        # No fault of the file, and the process that asked will meet it too and name it.
+        return
+    with env:
         with env.begin() as raw:
             names = list(raw.cursor().iternext(values=False))
         tables = [env.open_db(name, create=False) for name in names]

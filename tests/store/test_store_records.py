@@ -15,6 +15,7 @@ from kamera_store import (
     MissingRecordError,
     NotAKameraEntryError,
     ReadOnlyError,
+    StoreRefusedError,
     TensorBytes,
 )
 
@@ -231,6 +232,14 @@ def test_writable_handle_after_a_read_only_one_in_the_same_process(folder, kit):
         assert reader.find(ident, tenant="t") is not None
         with pytest.raises(ReadOnlyError):
             kit.put_chunk(reader, 3)
+
+
+def test_closed_store_says_so(folder, kit):
+    store = KVStore.open(folder)
+    store.close()
+    for use in (store.stats, lambda: kit.put_chunk(store, 1), lambda: list(store.iterate())):
+        with pytest.raises(StoreRefusedError, match="closed"):
+            use()
 
 
 def test_two_handles_of_one_process_share_the_environment(folder, kit):
