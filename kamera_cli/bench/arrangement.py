@@ -89,6 +89,10 @@ class Arrangement:
         """Canonical KV with the first ``rank`` directions of each chunk's patch, as the product assembles it."""
         return self._cache(self.canonical, patches, rank)
 
+    def holding(self, chunks: list[list[LayerKV]]) -> DynamicCache:
+        """Given position-free KV of each chunk at this arrangement's places."""
+        return self._cache(chunks, None)
+
     def _cache(
         self,
         chunks: list[list[LayerKV]],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, bench_episode, write_epis
 from kamera_cli.jobs.encode import model_inputs
 from kamera_cli.jobs.ingest import IngestOptions
 from kamera_cli.media.source import inspect
+from kamera_cli.model.families.gqa import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.model.scoring import Forced
@@ -51,7 +52,28 @@ class Task:
     groups: tuple[str, ...]
 
 
-def tasks(runner: ModelRunner, count: int, seed: int, work: Path) -> Iterator[Task]:
+@dataclass(frozen=True)
+class Encoded:
+    """One episode after its only encode: per chunk of the file, what is kept of it.
+
+    Attributes
+    ----------
+    seed : int
+        Of choices that are made for this episode.
+    """
+
+    runner: ModelRunner
+    episode: Episode
+    segments: list[Segment]
+    canonical: list[list[LayerKV]]
+    seed: int
+
+    def arranged(self, order: Sequence[int]) -> Arrangement:
+        """Some of the chunks, by index in the file, in prompt order."""
+        return Arrangement(self.runner, [self.segments[i] for i in order], [self.canonical[i] for i in order])
+
+
+def encoded_episodes(runner: ModelRunner, count: int, seed: int, work: Path) -> Iterator[Encoded]:
     """Episodes 0 to ``count`` of a seed, made one at a time.
 
     Parameters
@@ -65,10 +87,16 @@ def tasks(runner: ModelRunner, count: int, seed: int, work: Path) -> Iterator[Ta
         write_episode(path, found, 100_000 * seed + index)
         segments, canonical = _encoded(runner, path, found)
         path.unlink()
-        order = shuffled(len(segments), 1_000_000 * seed + index)
-        arrangement = Arrangement(runner, [segments[i] for i in order], [canonical[i] for i in order])
-        prompts = tuple(forced(runner, question) for question in found.questions)
-        yield Task(arrangement, order, prompts, tuple(group_of(question) for question in found.questions))
+        yield Encoded(runner, found, segments, canonical, 1_000_000 * seed + index)
+
+
+def tasks(runner: ModelRunner, count: int, seed: int, work: Path) -> Iterator[Task]:
+    """Episodes in a shuffled order with all their questions; see `encoded_episodes`."""
+    for encoded in encoded_episodes(runner, count, seed, work):
+        questions = encoded.episode.questions
+        order = shuffled(len(encoded.segments), encoded.seed)
+        prompts = tuple(forced(runner, question) for question in questions)
+        yield Task(encoded.arranged(order), order, prompts, tuple(map(group_of, questions)))
 
 
 def shuffled(count: int, seed: int) -> tuple[int, ...]:
@@ -93,7 +121,7 @@ def forced(runner: ModelRunner, question: Question) -> Forced:
     return Forced(runner.question_ids(question.text), torch.cat([runner.tokenize(question.answer), end]))
 
 
-def _encoded(runner: ModelRunner, path: Path, expected: Episode) -> tuple[list[Segment], list]:
+def _encoded(runner: ModelRunner, path: Path, expected: Episode) -> tuple[list[Segment], list[list[LayerKV]]]:
     segments, canonical = [], []
     for _, inputs in model_inputs(runner, str(path), inspect(str(path)), _INGEST):
         encoded = runner.encode(inputs)

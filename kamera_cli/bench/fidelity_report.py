@@ -11,6 +11,7 @@ from kamera_cli.bench.shares import Share, mean, percentile
 from kamera_cli.text import format_number
 
 REFERENCE, BLIND = "re-prefill", "blind"
+OWN_KINDS = {"reprefill", "blind", "patch", "patch_after_rope"}
 SHOWN_RANK = 16
 """The rank that stands in the headline, when it was measured."""
 
@@ -141,10 +142,14 @@ def _table(rows: dict[str, dict], described: dict) -> Table:
         "KL in nats of the next token to re-prefill, over all questions; closed: 1 − KL / KL of blind.",
         "Patches are formed for this very order, factors in fp16. After RoPE: keys factored after their rotation, "
         "which fits one position only.",
+    )
+    rival_notes = (
         "Per cent behind a rival's name: share of the chunk tokens that are computed anew for each prompt. Oracle "
         "tokens are those with the largest true Δ and get the re-prefill's own KV. CacheBlend also computes layers 0 "
         "and 1 in full. Patches compute no token anew.",
     )
+    if any(row["kind"] not in OWN_KINDS for row in rows.values()):
+        notes += rival_notes
     columns = ("arm", ">two-hop", ">one-hop", ">unknown", ">KL mean", ">KL p95", ">KL closed")
     return Table("Fidelity to re-prefill", columns, lines, notes)
 
@@ -196,9 +201,7 @@ def _charts(rows: dict[str, dict], described: dict) -> tuple[Chart, ...]:
         Chart("fidelity_kl", "KL to re-prefill by rank of the patch", "rank", "nats per next token", kl,
               caption, x_log=True, y_log=True, levels=((BLIND, rows[BLIND]["kl_mean"]),)),
     ]  # fmt: skip
-    names = sorted(
-        {row["kind"] for row in rows.values()} - {"reprefill", "blind", "patch", "patch_after_rope"}
-    )
+    names = sorted({row["kind"] for row in rows.values()} - OWN_KINDS)
     if names and rows[REFERENCE]["two_hop"]["count"]:
         selected = {kind: [row for row in rows.values() if row["kind"] == kind] for kind in names}
         shares = tuple(

@@ -39,7 +39,7 @@ def assert_same(one: DynamicCache, other: DynamicCache, tolerance: float = 2e-4)
 def greedy(arrangement: Arrangement, question: str, limit: int):
     runner = arrangement.runner
     ids = runner.question_ids(question)
-    cache = arrangement._cache(arrangement.canonical, None)
+    cache = arrangement.holding(arrangement.canonical)
     logits = runner.extend(cache, runner.embed(ids), runner.positions_from(arrangement.end, ids.numel()))
     choose = Chooser(0.0, 0)
     end = arrangement.end + ids.numel()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kamera_cli.bench import SUITES, BenchOptions, deficit, fidelity, run, store, ttft
+from kamera_cli.bench import SUITES, BenchOptions, deficit, fidelity, run, slide, store, ttft
 from kamera_cli.bench.cards import bench_episode
 from kamera_cli.bench.episodes import shuffled
 from kamera_cli.bench.geometry import GEOMETRIES, write_checkpoint
@@ -156,5 +156,15 @@ def test_the_deficit_adds_up_over_layers_and_tokens(settings: Settings, tmp_path
     assert result.data["energy_at_rank"]["values"][64] > 0.9
     capture = result.data["capture"]
     assert capture["rank 16, bare"]["kl_mean"] < capture["blind, bare"]["kl_mean"]
+    assert all(len(row) == len(table.columns) for table in result.tables for row in table.rows)
+    json.dumps(strict_json(result.data), allow_nan=False)
+
+
+def test_slide_asks_before_after_and_on_return(settings: Settings, tmp_path: Path) -> None:
+    result = slide.measure(settings, BenchOptions(out=tmp_path, episodes=2, ranks=(4,)), quiet)
+    arms = result.data["arms"]
+    assert {name.split(",")[0] for name in arms} == {"before", "left", "recalled"}
+    assert len({arm["through"]["count"] for arm in arms.values()}) == 1
+    assert arms["before, re-prefill"]["through"]["count"] > 0
     assert all(len(row) == len(table.columns) for table in result.tables for row in table.rows)
     json.dumps(strict_json(result.data), allow_nan=False)
