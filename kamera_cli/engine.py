@@ -275,11 +275,13 @@ class Engine:
         compare : bool
             Also re-encode from the sources (or re-prefill where they are gone) and report KL, agreement and TTFT.
         max_kl : float or None
-            Refuse patches whose measured KL is above it.
+            Refuse patches whose measured KL is above it; for None, ``auto`` takes
+            `kamera_cli.operator.plan.AUTO_MAX_KL`.
         require_hit : bool
             Raise instead of prefilling.
         rank : int or None
-            Use only the first directions of each patch.
+            Use only the first directions of each patch; with ``patched`` alone, since KL and energy were measured
+            with all of them.
 
         Raises
         ------

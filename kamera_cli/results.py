@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Used = Literal["exact", "canonical", "blind", "prefilled"]
-WhyNot = Literal["no_patch", "max_kl", "damaged"]
+WhyNot = Literal["no_patch", "max_kl", "low_energy", "damaged"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class CompileResult:
 
 @dataclass(frozen=True)
 class ChunkReceipt:
-    """What one chunk of an answer was made of."""
+    """What one chunk of an answer was made of; ``energy`` and ``kl`` are None where a patch was cut to a lower rank."""
 
     id: str
     number: int

@@ -23,7 +23,8 @@ USED_WORDS = {
 }
 WHY_NOT_WORDS = {
     "no_patch": "no patch for this order yet",
-    "max_kl": "patch above --max-kl",
+    "max_kl": "measured KL of the patch too high",
+    "low_energy": "patch captures too little",
     "damaged": "stored data damaged",
 }
 STAGES = ("lookup", "read", "decompress", "transfer", "assemble", "prefill")
@@ -52,7 +53,11 @@ def query(
     ] = False,
     max_kl: Annotated[
         float | None,
-        typer.Option("--max-kl", metavar="NATS", help="Use no patch whose measured KL is above this"),
+        typer.Option(
+            "--max-kl",
+            metavar="NATS",
+            help="Use no patch whose measured KL is above this; auto takes 0.05 if not given",
+        ),
     ] = None,
     require_hit: Annotated[
         bool, typer.Option("--require-hit", help="Exit with 3 instead of computing a chunk anew")
@@ -68,7 +73,12 @@ def query(
     ] = 0,
     rank: Annotated[
         int | None,
-        typer.Option("--rank", metavar="N", min=1, help="Read only this many columns of each patch"),
+        typer.Option(
+            "--rank",
+            metavar="N",
+            min=1,
+            help="Use only this many columns of each patch, with --reuse patched",
+        ),
     ] = None,
 ) -> None:
     """Answer a question, with a receipt.

@@ -157,6 +157,10 @@ def _check(question: str, options: QueryOptions) -> None:
         raise UsageError(f"--temperature {options.temperature}: must not be negative")
     if options.rank is not None and options.rank < 1:
         raise UsageError(f"--rank {options.rank}: must be at least 1")
+    if options.rank is not None and options.reuse != "patched":
+        raise UsageError(
+            "--rank goes with --reuse patched: the KL of a patch was measured with all of its columns"
+        )
     if options.max_kl is not None and options.max_kl < 0:
         raise UsageError(f"--max-kl {options.max_kl}: must not be negative")
 
@@ -180,10 +184,14 @@ def _wanted(found: Sequence[Found]) -> list[Wanted]:
             num_antecedents=len(chunk.wanted.entry.conditioned_on)
             if chunk.wanted.antecedents is None
             else len(chunk.wanted.antecedents),
-            offer=None if chunk.patch is None else Offer(chunk.patch.key, "exact", chunk.patch.meta["kl"]),
+            offer=None if chunk.patch is None else _offer(chunk.patch),
         )
         for chunk in found
     ]
+
+
+def _offer(patch: Record) -> Offer:
+    return Offer(patch.key, patch.meta["kind"], patch.meta["kl"], min(patch.meta["energy"]))
 
 
 def _require_fit(engine: Engine, found: Sequence[Found], num_more: int) -> None:
@@ -286,7 +294,8 @@ def _receipts(
     for (chunk, action), bytes_read in zip(parts, reading.bytes_read, strict=True):
         patch = chunk.patch if action.used == "exact" else None
         entry = chunk.wanted.entry
-        used_rank = None if patch is None else max(patch.meta["ranks"])
+        full_rank = None if patch is None else max(patch.meta["ranks"])
+        cut = full_rank is not None and rank is not None and rank < full_rank
         receipts.append(
             ChunkReceipt(
                 id=entry.chunk,
@@ -296,9 +305,9 @@ def _receipts(
                 num_tokens=entry.num_tokens,
                 position=offset,
                 patch=None if patch is None else patch.id,
-                rank=used_rank if rank is None or used_rank is None else min(rank, used_rank),
-                energy=None if patch is None else min(patch.meta["energy"]),
-                kl=None if patch is None else patch.meta["kl"],
+                rank=rank if cut else full_rank,
+                energy=None if patch is None or cut else min(patch.meta["energy"]),
+                kl=None if patch is None or cut else patch.meta["kl"],
                 bytes_read=bytes_read,
                 why_not=action.why_not,
             )

@@ -9,14 +9,22 @@ from kamera_cli.results import Used, WhyNot
 
 Reuse = Literal["auto", "patched", "blind", "none"]
 
+AUTO_MAX_KL = 0.05
+"""Largest measured KL, in nats, of a patch that ``auto`` uses unless told otherwise."""
+
+AUTO_MIN_ENERGY = 0.95
+"""Smallest captured energy, over layers, of a patch that ``auto`` uses. A KL is measured on one question; another one
+may read what a patch of few directions left out."""
+
 
 @dataclass(frozen=True)
 class Offer:
-    """A stored patch that fits a chunk and its antecedents. ``kl`` was measured when it was formed."""
+    """A stored patch that fits a chunk and its antecedents; ``kl`` and ``energy`` were measured when it was formed."""
 
     key: bytes
     kind: str
     kl: float | None
+    energy: float
 
 
 @dataclass(frozen=True)
@@ -58,10 +66,13 @@ def plan(wanted: list[Wanted], *, reuse: Reuse, max_kl: float | None) -> Plan:
 
     With ``auto`` one miss makes the whole arrangement a prefill from stored embeddings, so the answer is right and the
     patches come free. ``patched`` never prefills: the caller refuses a plan with misses. ``blind`` never patches;
-    ``none`` always prefills. A patch whose measured KL is above ``max_kl`` counts as a miss.
+    ``none`` always prefills. A patch whose measured KL is above ``max_kl`` counts as a miss, and with ``auto`` also one
+    that captured less than `AUTO_MIN_ENERGY`; ``auto`` takes `AUTO_MAX_KL` for None.
     """
     if reuse == "none":
         return Plan(tuple(Action("prefilled") for _ in wanted), "--reuse none")
+    if max_kl is None and reuse == "auto":
+        max_kl = AUTO_MAX_KL
     actions = tuple(_action(chunk, reuse, max_kl) for chunk in wanted)
     misses = [action.why_not for action in actions if action.why_not is not None]
     if reuse == "auto" and misses:
@@ -79,6 +90,8 @@ def _action(chunk: Wanted, reuse: Reuse, max_kl: float | None) -> Action:
         return Action("blind")
     if chunk.offer is None:
         return Action("blind", why_not="no_patch")
+    if reuse == "auto" and chunk.offer.energy < AUTO_MIN_ENERGY:
+        return Action("blind", why_not="low_energy")
     if max_kl is not None and (chunk.offer.kl is None or chunk.offer.kl > max_kl):
         return Action("blind", why_not="max_kl")
     return Action("exact", patch=chunk.offer.key)

@@ -27,7 +27,7 @@ def filled(open_engine, tmp_path):
     """Chunks and patches for one order; returns records by chunk number and their patches, and closes the store."""
     engine = open_engine("qwen2_5_vl")
     ingest(engine, "qwen2_5_vl", tmp_path)
-    engine.compile_patches(ORDER, rank=6)
+    engine.compile_patches(ORDER, rank=10)
     chunks = {str(entry.number): bytes.fromhex(entry.chunk) for entry in engine.window().entries}
     patches = {
         number: [patch.key for patch in engine.store.patches_of(key)] for number, key in chunks.items()
@@ -106,7 +106,7 @@ def test_a_damaged_patch_is_formed_again_by_compile(open_engine, filled, store_f
     replace_header(store_folder, patches["2"][0], b"nothing of ours")
     engine = open_engine("qwen2_5_vl")
     with pytest.warns(DamagedRecordWarning, match="not a kamera entry"):
-        result = engine.compile_patches(ORDER, rank=6)
+        result = engine.compile_patches(ORDER, rank=10)
     assert [patch.outcome for patch in result.patches] == ["found", "formed"]
     assert engine.query(QUESTION, chunks=ORDER, require_hit=True).answer
 
@@ -234,6 +234,6 @@ def test_a_patch_that_finds_no_room_leaves_the_older_one(open_engine, filled, mo
     with monkeypatch.context() as patched:
         patched.setattr(KVStore, "check_room", full)
         with pytest.raises(NoRoomError):
-            engine.compile_patches(ORDER, rank=8)
+            engine.compile_patches(ORDER, rank="auto", energy=1.0)
     assert engine.store.get(patches["2"][0]) is not None
-    assert engine.query(QUESTION, chunks=ORDER, require_hit=True).chunks[2].rank == 6
+    assert engine.query(QUESTION, chunks=ORDER, reuse="patched").chunks[2].rank == 10

@@ -7,6 +7,7 @@ from engine_setups import NUM_NEW, QUESTION, ingest, reference
 from tiny_models import MAX_TOKENS, passage, write_passage
 
 from kamera_cli.errors import NotFoundError, RefusedError, UsageError
+from kamera_cli.operator.plan import AUTO_MIN_ENERGY
 
 ORDER = ["3", "1", "2"]
 
@@ -37,7 +38,7 @@ def test_none_prefills_answers_rightly_and_keeps_nothing(engine):
 def test_patched_never_prefills_and_never_goes_blind_without_a_word(engine):
     with pytest.raises(NotFoundError, match="no_patch"):
         engine.query(QUESTION, chunks=ORDER, reuse="patched")
-    engine.compile_patches(ORDER, rank=4)
+    engine.compile_patches(ORDER, rank=10)
     assert engine.query(QUESTION, chunks=ORDER, reuse="patched").fallback is None
 
 
@@ -52,13 +53,13 @@ def test_require_hit_refuses_before_any_prefill(engine, reuse):
 
 
 def test_require_hit_is_met_by_patches_and_by_a_single_chunk(engine):
-    engine.compile_patches(ORDER, rank=4)
+    engine.compile_patches(ORDER, rank=10)
     for chunks in (ORDER, ["2"]):
         assert engine.query(QUESTION, chunks=chunks, require_hit=True).reused_tokens > 0
 
 
 def test_a_patch_above_the_bound_is_refused_and_the_answer_prefilled(engine):
-    formed = engine.compile_patches(ORDER, rank=1, probe=QUESTION).patches
+    formed = engine.compile_patches(ORDER, energy=0.97, probe=QUESTION).patches
     bound = formed[1].kl / 2
     assert all(patch.kl > 0 for patch in formed)
     free = engine.query(QUESTION, chunks=ORDER, max_new_tokens=NUM_NEW)
@@ -70,6 +71,24 @@ def test_a_patch_above_the_bound_is_refused_and_the_answer_prefilled(engine):
     assert bounded.answer == reference(engine, ORDER)[1]
 
 
+def test_auto_does_not_answer_from_a_patch_that_captured_too_little(engine):
+    """A KL measured on one question says little about another one that reads what the patch left out."""
+    formed = engine.compile_patches(ORDER, rank=1, probe=QUESTION).patches
+    assert all(patch.energy < AUTO_MIN_ENERGY for patch in formed)
+    first = engine.query(QUESTION, chunks=ORDER, max_kl=100.0, max_new_tokens=NUM_NEW)
+    assert [chunk.why_not for chunk in first.chunks] == [None, "low_energy", "low_energy"]
+    assert first.answer == reference(engine, ORDER)[1]
+    second = engine.query(QUESTION, chunks=ORDER, max_new_tokens=NUM_NEW)
+    assert second.fallback is None and second.answer == first.answer
+    assert all(chunk.energy >= AUTO_MIN_ENERGY for chunk in second.chunks[1:])
+
+
+@pytest.mark.parametrize("reuse", ["auto", "blind", "none"])
+def test_a_rank_that_was_never_measured_is_only_for_patched(engine, reuse):
+    with pytest.raises(UsageError, match="--reuse patched"):
+        engine.query(QUESTION, chunks=ORDER, reuse=reuse, rank=1)
+
+
 def test_a_chunk_that_stands_first_needs_no_patch(engine):
     """The preamble stood before it when it was captured, so nothing is missing."""
     result = engine.query(QUESTION, chunks=["2"], max_new_tokens=NUM_NEW, compare=True)
@@ -79,7 +98,7 @@ def test_a_chunk_that_stands_first_needs_no_patch(engine):
 
 
 def test_receipt_adds_up(engine):
-    engine.compile_patches(ORDER, rank=6)
+    engine.compile_patches(ORDER, rank=10)
     result = engine.query(QUESTION, chunks=ORDER, compare=True)
     runner = engine.runner
     entries = {str(entry.number): entry for entry in engine.window().entries}
@@ -90,7 +109,7 @@ def test_receipt_adds_up(engine):
         record = engine.store.get(bytes.fromhex(chunk.id))
         patch = None if chunk.patch is None else engine.store.get(bytes.fromhex(chunk.patch))
         assert chunk.position == position and chunk.num_tokens == record.meta["num_tokens"]
-        assert chunk.rank == (None if patch is None else 6)
+        assert chunk.rank == (None if patch is None else 10)
         kv_bytes = sum(tensor.stored_bytes for tensor in record.tensors if tensor.layer >= 0)
         assert chunk.bytes_read >= kv_bytes + (0 if patch is None else patch.stored_bytes)
         position += record.meta["span"]

@@ -6,24 +6,29 @@ import itertools
 
 import pytest
 
-from kamera_cli.operator.plan import Action, Offer, Plan, Wanted, plan
+from kamera_cli.operator.plan import AUTO_MAX_KL, AUTO_MIN_ENERGY, Action, Offer, Plan, Wanted, plan
 
-KINDS = ("first", "absent", "good", "bad", "unmeasured")
-"""What a chunk can meet: nothing before it, no patch, a patch with KL 0.01 or 0.5, one that was never measured."""
+KINDS = ("first", "absent", "good", "bad", "unmeasured", "thin")
+"""Nothing before the chunk, no patch, a patch with KL 0.01 or 0.5, one never measured, one of low energy."""
 
 
 def wanted(index: int, kind: str) -> Wanted:
     chunk, patch = bytes([index]) * 16, bytes([100 + index]) * 16
     if kind == "first":
         return Wanted(chunk, 0)
-    kls = {"good": 0.01, "bad": 0.5, "unmeasured": None}
-    return Wanted(chunk, 2, None if kind == "absent" else Offer(patch, "exact", kls[kind]))
+    kls = {"good": 0.01, "bad": 0.5, "unmeasured": None, "thin": 0.0}
+    energy = AUTO_MIN_ENERGY - 0.01 if kind == "thin" else AUTO_MIN_ENERGY
+    return Wanted(chunk, 2, None if kind == "absent" else Offer(patch, "exact", kls[kind], energy))
 
 
-def refused(kind: str, max_kl: float | None) -> str | None:
+def refused(kind: str, max_kl: float | None, reuse: str) -> str | None:
     if kind == "absent":
         return "no_patch"
-    over = {"good": 0.01, "bad": 0.5, "unmeasured": float("inf"), "first": 0.0}[kind]
+    if kind == "thin" and reuse == "auto":
+        return "low_energy"
+    if max_kl is None and reuse == "auto":
+        max_kl = AUTO_MAX_KL
+    over = {"good": 0.01, "bad": 0.5, "unmeasured": float("inf"), "first": 0.0, "thin": 0.0}[kind]
     return "max_kl" if max_kl is not None and over > max_kl else None
 
 
@@ -34,7 +39,7 @@ def test_all_arrangements_of_three_chunks(reuse, max_kl):
         arrangement = [wanted(index, kind) for index, kind in enumerate(kinds)]
         found = plan(arrangement, reuse=reuse, max_kl=max_kl)
         assert found == plan(list(arrangement), reuse=reuse, max_kl=max_kl)
-        why = [refused(kind, max_kl) for kind in kinds]
+        why = [refused(kind, max_kl, reuse) for kind in kinds]
         assert len(found.actions) == 3
         if reuse == "none":
             assert found == Plan((Action("prefilled"),) * 3, "--reuse none")
@@ -59,5 +64,5 @@ def test_all_arrangements_of_three_chunks(reuse, max_kl):
 
 
 def test_an_offer_for_a_chunk_that_needs_nothing_is_not_used():
-    offer = Offer(b"p" * 16, "exact", 0.0)
+    offer = Offer(b"p" * 16, "exact", 0.0, 1.0)
     assert plan([Wanted(b"c" * 16, 0, offer)], reuse="patched", max_kl=None).actions == (Action("canonical"),)
