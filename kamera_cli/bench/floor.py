@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kamera_cli.model.runner import ModelRunner
 
 _COPY_BYTES = 64 * 2**20
-_MATRIX = 768
-_RUNS = 5
+_MATRIX = 512
+_RUNS = 20
 
 
 def measure_floor(runner: ModelRunner, point: Point) -> dict:

@@ -148,7 +148,10 @@ def _sweep_table(points: Sequence[Point], even: dict[str, float | None], patches
         f"Break-even of patched reuse with {ARMS[arm]}: {_even_text(tokens, shortest)}."
         for arm, tokens in even.items()
     )
-    notes += (_paying(points[-1], patches),)
+    notes += (
+        _paying(points[-1], patches),
+        "Chunks last 8 s, those of the shortest prompts 1 s.",
+    )
     columns = (
         ">chunks", ">tokens", ">full", ">re-prefill", ">patched", ">blind", ">full : patched",
         ">chunk KV read", ">decode, apart",
