@@ -32,7 +32,9 @@ def test_a_window_that_many_fill_at_once_loses_nothing(open_engine, tmp_path):
     texts = [write_passage(tmp_path / f"{index}.txt", 10, index) for index in range(8)]
     engines = [open_engine("llama") for _ in range(4)]
     assert all(engine.runner for engine in engines)
-    jobs = [lambda e=engine, i=index: e.ingest(texts[2 * i : 2 * i + 2]) for index, engine in enumerate(engines)]
+    jobs = [
+        lambda e=engine, i=index: e.ingest(texts[2 * i : 2 * i + 2]) for index, engine in enumerate(engines)
+    ]
     run_together(*jobs)
     entries = engines[0].window().entries
     assert sorted(entry.name for entry in entries) == sorted(f"{index}.txt#1" for index in range(8))
