@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kamera_cli.tiny.vocabulary import COLOURS, DIGITS, SHAPES
+from kamera_cli.tiny.vocabulary import COLOURS, DIGITS, LETTERS, SHAPES, UNKNOWN
 from kamera_cli.tiny.world import (
     ChunkSpec,
     Query,
@@ -98,6 +98,9 @@ class Batch:
     bind : torch.Tensor
         int64, (B, num_chunks, steps of a chunk, 2): token ids that a card should have taken in from an earlier chunk,
         colour and shape, or digit twice; ``IGNORE`` where there is no partner.
+    look : torch.Tensor
+        bool, (B, Q, num_chunks, steps of a chunk): grid steps of the card that holds the answer: the card itself
+        for one hop, the later of the two cards for two hops; nowhere for an unknown answer.
     """
 
     shape: Shape
@@ -109,6 +112,19 @@ class Batch:
     targets: torch.Tensor
     kinds: np.ndarray
     bind: torch.Tensor
+    look: torch.Tensor
+
+
+def holds_answer(chunks: tuple[ChunkSpec, ...], query: Query) -> tuple[int, int] | None:
+    """Return chunk and card in which the answer can be read once later cards have taken in earlier ones."""
+    if query.answer == UNKNOWN:
+        return None
+    names = {query.thing, query.answer}
+    chunk = query.chunks[-1]
+    for index, card in enumerate(chunks[chunk].cards):
+        if names & {card.letter, card.entity, card.digit}:
+            return chunk, index
+    raise ValueError(f"no card of chunk {chunk} shows one of {sorted(names)}")
 
 
 class Writer:
@@ -216,9 +232,10 @@ class Maker:
         )
         prefix = self.writer.preamble + media * shape.num_chunks
         ids, steps, positions, hidden, targets, kinds, bind = [], [], [], [], [], [], []
+        look = np.zeros((shape.batch, shape.questions, shape.num_chunks, shape.num_steps), dtype=bool)
         order = rng.permuted(np.tile(np.arange(STEP_TOKENS), (shape.num_chunks, shape.num_steps, 1)), axis=-1)
         places = np.sort(order[..., : shape.kept], axis=-1)
-        for _ in range(shape.batch):
+        for row in range(shape.batch):
             chunks = draw_chunks(rng, shape.num_chunks, shape.facts)
             counts = [
                 [1 if shape.seconds_per_slot == 1 else int(card.seconds) for card in chunk.cards]
@@ -236,11 +253,15 @@ class Maker:
             )
             bind.append(
                 [
-                    [label for label, n in zip(row, count, strict=True) for _ in range(n)]
-                    for row, count in zip(self._bind_of(chunks), counts, strict=True)
+                    [label for label, n in zip(labels, count, strict=True) for _ in range(n)]
+                    for labels, count in zip(self._bind_of(chunks), counts, strict=True)
                 ]
             )
             queries = choose_queries(rng, chunks, shape)
+            for number, query in enumerate(queries):
+                if (found := holds_answer(chunks, query)) is not None:
+                    begin = sum(counts[found[0]][: found[1]])
+                    look[row, number, found[0], begin : begin + counts[found[0]][found[1]]] = True
             blocks = [self.writer.block(rng, query) for query in queries]
             hides = [
                 query.chunks[0] if query.hops == 2 and len(query.chunks) == 2 and rng.random() < 0.5 else -1
@@ -266,6 +287,7 @@ class Maker:
             torch.tensor(targets),
             np.array(kinds),
             torch.tensor(bind),
+            torch.from_numpy(look),
         )
 
 
@@ -283,6 +305,13 @@ def question_bias(batch: Batch, dtype: torch.dtype) -> torch.Tensor:
 
 
 def label_sets(vocabulary: dict[str, int]) -> dict[str, torch.Tensor]:
-    """Token ids of colours, shapes and digits, apart."""
+    """Token ids of colours, shapes and digits, apart, and under "weight" the weight of each token in the answer loss.
+
+    The end mark is easy and in every answer; letters are the hardest to read out and answer one question in four.
+    """
     names = {"colour": COLOURS, "shape": SHAPES, "digit": DIGITS}
-    return {name: torch.tensor([vocabulary[word] for word in words]) for name, words in names.items()}
+    sets = {name: torch.tensor([vocabulary[word] for word in words]) for name, words in names.items()}
+    weight = torch.ones(max(vocabulary.values()) + 1)
+    weight[vocabulary["<|im_end|>"]] = 0.2
+    weight[[vocabulary[letter] for letter in LETTERS]] = 4.0
+    return sets | {"weight": weight}

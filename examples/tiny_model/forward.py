@@ -111,7 +111,8 @@ def read(
     apart: int = 0,
     preamble: int = 2,
     middle: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    watch: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Run the language model over a prefix of chunks and questions behind it.
 
     Parameters
@@ -132,13 +133,18 @@ def read(
         Tokens of the preamble.
     middle : int
         Number of layers after which the hidden state is also returned; 0 for none.
+    watch : int
+        Number of layers before the one whose attention is also returned; 0 for none.
 
     Returns
     -------
     last, mid : torch.Tensor
         (B, T, hidden), both after the final norm; ``mid`` is None without ``middle``.
+    scores : torch.Tensor or None
+        (B, num_heads / 2, T - prefix, T), log attention of the first half of the heads in the layer that follows the
+        first ``watch`` layers, for the rows behind the prefix.
     """
-    x, mid = embeddings, None
+    x, mid, scores = embeddings, None, None
     cos, sin = text.rotary_emb(x, positions)
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)
@@ -151,6 +157,10 @@ def read(
         v = attention.v_proj(h).view(shape).transpose(1, 2)
         groups = attention.num_key_value_groups
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        if number == watch + 1 and watch:
+            half = attention.num_heads // 2
+            raw = (q[:, :half, prefix:] * attention.scaling) @ k[:, :half].transpose(-1, -2) + bias
+            scores = raw.float().log_softmax(-1)
         front = [t[:, :, :prefix] for t in (q, k, v)]
         mixed = _attend_apart(*front, preamble, apart) if apart else _attend(*front, causal=True)
         if bias is not None:
@@ -160,4 +170,4 @@ def read(
         x = x + layer.mlp(_norm(x, layer.post_attention_layernorm))
         if number == middle:
             mid = _norm(x, text.norm)
-    return _norm(x, text.norm), mid
+    return _norm(x, text.norm), mid, scores

@@ -18,7 +18,7 @@ from kamera_cli.tiny import model_path
 from kamera_cli.tiny.render import write_video
 from kamera_cli.tiny.world import episode
 
-SEED, NUM_CHUNKS, CHUNK_SECONDS, SAMPLE_FPS = 2606, 6, 8, 2
+SEED, NUM_CHUNKS, CHUNK_SECONDS, SAMPLE_FPS = 276, 6, 8, 2
 
 
 def sample_video(path: Path) -> list[np.ndarray]:

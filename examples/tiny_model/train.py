@@ -35,11 +35,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 log = logging.getLogger("tiny")
 
 EYE_STEPS, EYE_BATCH, EYE_LR, TEMPERATURE = 1500, 64, 1e-2, 0.07
+MAX_SHIFT = 5
 FEATURE_NORM = 1.7
 MIND_LR, WARM_UP = 5e-3, 60
-BIND_LAYERS, BIND_WEIGHT = 4, 0.5
+BIND_LAYERS, BIND_WEIGHT, LOOK_WEIGHT = 4, 0.5, 0.3
 TOKENS_PER_BATCH = 11_000
-LATEST_START = (0.35, 0.5, 0.7, 9.0)
+LATEST_START = (0.5, 0.6, 0.72, 9.0)
 SAVE_SECONDS = 120
 Optimizers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
 
@@ -114,57 +115,71 @@ def make_optimizers(
     )
 
 
+def load_banks(paths: list[Path]) -> tuple[torch.Tensor, np.ndarray]:
+    """Read banks one behind the other: frames (num_cards * 2, 2, 3, 112, 112) and labels (num_cards, 3)."""
+    frames, labels = [], []
+    for path in paths:
+        with np.load(path) as bank:
+            frames.append(torch.from_numpy(bank["frames"]).flatten(0, 1))
+            labels.append(bank["labels"])
+    return torch.cat(frames), np.concatenate(labels)
+
+
+def shift_frames(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Move each grid step by up to ``MAX_SHIFT`` pixels in both directions; what leaves comes in on the other side."""
+    moves = torch.randint(-MAX_SHIFT, MAX_SHIFT + 1, (len(frames), 2), generator=generator).tolist()
+    return torch.stack([torch.roll(f, move, dims=(-2, -1)) for f, move in zip(frames, moves, strict=True)])
+
+
 def train_eye(args: argparse.Namespace) -> None:
-    """Train the vision tower towards the untrained label embeddings; save the model and the features of the bank."""
+    """Train the vision tower towards the untrained label embeddings; save the model and the features of the bank.
+
+    Goes on from ``eye-raw`` in the output folder when it is there.
+    """
     processor = AutoProcessor.from_pretrained(args.model)
-    model = AutoModelForImageTextToText.from_pretrained(args.model)
+    begun = args.out / "eye-raw"
+    model = AutoModelForImageTextToText.from_pretrained(begun if begun.exists() else args.model)
     visual, table = model.model.visual, model.model.language_model.embed_tokens.weight.detach()
     mean, std = (
         torch.tensor(v) for v in (processor.video_processor.image_mean, processor.video_processor.image_std)
     )
-    word_ids = torch.tensor([processor.tokenizer.vocab[word] for word in LABELS])
-    with np.load(args.bank) as bank:
-        frames, labels = torch.from_numpy(bank["frames"]).flatten(0, 1), torch.from_numpy(bank["labels"])
-    labels = labels.repeat_interleave(2, dim=0)
+    words = table[torch.tensor([processor.tokenizer.vocab[word] for word in LABELS])]
+    frames, card_labels = load_banks(args.bank)
+    labels = torch.from_numpy(card_labels).repeat_interleave(2, dim=0)
     held = 1024
-    words = table[word_ids]
-    with torch.no_grad():
-        patches = torch.cat([patches_of(f, mean, std).bfloat16() for f in frames.split(256)])
-    del frames
-    optimizers = make_optimizers(list(visual.parameters()), [], EYE_LR)
+    optimizers = make_optimizers(list(visual.parameters()), [], args.lr or EYE_LR)
+    total = args.steps
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(
-            o, lambda s: min(1, (s + 1) / 30, max(0.01, 1.4 * (1 - s / EYE_STEPS)))
-        )
+        torch.optim.lr_scheduler.LambdaLR(o, lambda s: min(1, (s + 1) / 30, max(0.01, 1.4 * (1 - s / total))))
         for o in optimizers
     ]
-    generator = torch.Generator().manual_seed(1)
-    for step in range(EYE_STEPS + 1):
-        if step % 50 == 0:
+    generator = torch.Generator().manual_seed(args.seed)
+    for step in range(total + 1):
+        if step % 100 == 0:
             with torch.no_grad():
-                seen = torch.cat([see(visual, p.float()) for p in patches[: held // 2].split(128)])
-                loss, accuracy = name_loss(seen, words, labels[: held // 2])
+                seen = torch.cat([see(visual, patches_of(f, mean, std)) for f in frames[:held].split(128)])
+                loss, accuracy = name_loss(seen, words, labels[:held])
             log.info("eye step %d held-out loss %.4f named %.4f", step, float(loss), accuracy)
-            save_model(model, args.model, args.out / "eye-raw")
-        pick = held + torch.randint(len(patches) - held, (EYE_BATCH,), generator=generator)
+            save_model(model, args.model, begun)
+        pick = held + torch.randint(len(frames) - held, (EYE_BATCH,), generator=generator)
+        patches = patches_of(shift_frames(frames[pick], generator), mean, std).bfloat16()
         gain = 1 + 0.1 * torch.randn(EYE_BATCH, 1, 1, generator=generator).bfloat16()
         shift = 0.1 * torch.randn(EYE_BATCH, 1, 1, generator=generator).bfloat16()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            features = see(visual, patches[pick] * gain + shift)
+            features = see(visual, patches * gain + shift)
         loss, _ = name_loss(features, words, labels[pick])
         visual.zero_grad()
         loss.backward()
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             schedule.step()
-    args.out.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
-        features = torch.cat([see(visual, p.float()) for p in patches.split(256)])
-        scale = FEATURE_NORM / features.norm(dim=-1).mean()
+        features = torch.cat([see(visual, patches_of(f, mean, std)).half() for f in frames.split(256)])
+        scale = FEATURE_NORM / features.float().norm(dim=-1).mean()
         visual.merger.mlp[2].weight.mul_(scale)
         visual.merger.mlp[2].bias.mul_(scale)
     save_model(model, args.model, args.out / "eye")
-    torch.save((features * scale).half(), args.out / "features.pt")
+    torch.save(((features * scale.half()), torch.from_numpy(card_labels)), args.out / "features.pt")
     log.info("features %s", tuple(features.shape))
 
 
@@ -213,10 +228,25 @@ def choose_shape(rng: np.random.Generator, progress: Progress) -> Shape:
     return Shape(num_chunks, facts, slot, apart, max(8, min(64, TOKENS_PER_BATCH // tokens)), kept=kept)
 
 
+@dataclass(frozen=True)
+class Losses:
+    """What one batch costs, and for each question whether every answer token is right, (B, Q)."""
+
+    answer: torch.Tensor
+    bind: torch.Tensor
+    look: torch.Tensor
+    right: torch.Tensor
+
+
 def mind_losses(
     model: nn.Module, features: torch.Tensor, batch: Batch, sets: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Answer loss, binding loss, and for each question whether every answer token is right, (B, Q)."""
+) -> Losses:
+    """Run one batch.
+
+    Three losses: the answer words; *bind*, the hidden state in the middle of the stack at a card names what an earlier
+    chunk says about its letter; *look*, where an answer word is due, half of the heads of the next layer attend to the
+    card that holds the answer, or to the preamble when there is none.
+    """
     text = model.model.language_model
     shape, prefix = batch.shape, batch.shape.prefix_tokens
     embeddings = text.embed_tokens(batch.ids)
@@ -226,7 +256,7 @@ def mind_losses(
     places = (start + torch.arange(shape.chunk_tokens - 2)).flatten()
     embeddings = embeddings.index_copy(1, places, pictures.flatten(1, 2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        last, mid = read(
+        last, mid, scores = read(
             text,
             embeddings,
             batch.positions,
@@ -234,6 +264,7 @@ def mind_losses(
             question_bias(batch, torch.bfloat16),
             apart=shape.num_chunks if shape.apart else 0,
             middle=BIND_LAYERS,
+            watch=BIND_LAYERS,
         )
         due = batch.targets != IGNORE
         logits = model.lm_head(last[:, prefix:][due]).float()
@@ -244,10 +275,26 @@ def mind_losses(
             names = model.lm_head(mid[:, places][bound]).float()
             bind_loss = _bind_loss(names, bind[bound], sets)
     targets = batch.targets[due]
-    answer_loss = nnf.cross_entropy(logits, targets)
     right = torch.ones_like(batch.targets, dtype=torch.bool)
     right[due] = logits.argmax(-1) == targets
-    return answer_loss, bind_loss, right.unflatten(1, (shape.questions, -1)).all(-1)
+    return Losses(
+        (nnf.cross_entropy(logits, targets, reduction="none") * sets["weight"][targets]).mean(),
+        bind_loss,
+        _look_loss(scores, batch, places, due & (batch.targets != model.config.text_config.eos_token_id)),
+        right.unflatten(1, (shape.questions, -1)).all(-1),
+    )
+
+
+def _look_loss(scores: torch.Tensor, batch: Batch, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Negative log of the attention on the card of the answer, mean over heads and over ``rows`` (B, Q * L)."""
+    shape = batch.shape
+    wanted = torch.zeros(shape.batch, shape.questions, scores.shape[-1], dtype=torch.bool)
+    wanted[:, :, places] = batch.look.repeat_interleave(shape.kept, dim=-1).flatten(2)
+    wanted[:, :, :2] |= ~batch.look.flatten(2).any(-1, keepdim=True)
+    owner = torch.arange(shape.questions).repeat_interleave(QUESTION_TOKENS).expand(shape.batch, -1)[rows]
+    episode = torch.arange(shape.batch)[:, None].expand_as(rows)[rows]
+    chosen = scores.transpose(1, 2)[rows].masked_fill(~wanted[episode, owner][:, None], -math.inf)
+    return -chosen.logsumexp(-1).clamp_min(-30).mean()
 
 
 def _bind_loss(names: torch.Tensor, labels: torch.Tensor, sets: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -270,19 +317,19 @@ def train_mind(args: argparse.Namespace) -> None:
     processor = AutoProcessor.from_pretrained(args.model)
     model = AutoModelForImageTextToText.from_pretrained(args.model if args.ideal else args.out / "eye")
     vocabulary = processor.tokenizer.vocab
-    with np.load(args.bank) as bank:
-        labels = bank["labels"]
-    maker = Maker(vocabulary, load_cards(labels))
     if args.ideal:
+        _, labels = load_banks(args.bank)
         words = torch.tensor([vocabulary[word] for word in LABELS])
         features = ideal_features(model.model.language_model.embed_tokens.weight.detach()[words], labels)
     else:
-        features = torch.load(args.out / "features.pt")
+        features, labels = torch.load(args.out / "features.pt")
+        labels = labels.numpy()
+    maker = Maker(vocabulary, load_cards(labels))
     sets = label_sets(vocabulary)
     model.model.visual.requires_grad_(False)
-    text = model.model.language_model
+    text, peak = model.model.language_model, args.lr or MIND_LR
     optimizers = make_optimizers(
-        list(text.layers.parameters()), [text.embed_tokens.weight, text.norm.weight], args.lr
+        list(text.layers.parameters()), [text.embed_tokens.weight, text.norm.weight], peak
     )
     progress, rng = Progress(), np.random.default_rng(args.seed)
     if state_path.exists():
@@ -299,24 +346,23 @@ def train_mind(args: argparse.Namespace) -> None:
     while progress.seconds < budget:
         begun, done = time.monotonic(), progress.seconds / budget
         rate = min(1, (progress.step + 1) / WARM_UP, max(0.01, 1.4 * (1 - done)))
-        for optimizer, full_rate in zip(optimizers, (args.lr, args.lr / 4), strict=True):
+        for optimizer, full_rate in zip(optimizers, (peak, peak / 4), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = full_rate * rate
         shape = choose_shape(rng, progress)
         batch = maker.make(rng, shape)
-        answer_loss, bind_loss, right = mind_losses(model, features, batch, sets)
+        losses = mind_losses(model, features, batch, sets)
         text.zero_grad()
-        (answer_loss + BIND_WEIGHT * bind_loss).backward()
+        (losses.answer + BIND_WEIGHT * losses.bind + LOOK_WEIGHT * losses.look).backward()
         nn.utils.clip_grad_norm_(text.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        right = right.numpy()
+        right = losses.right.numpy()
         scores = [
             right[batch.kinds == kind].mean() if (batch.kinds == kind).any() else np.nan for kind in range(4)
         ]
-        window.append(
-            [answer_loss.item(), np.nan if shape.apart else bind_loss.item(), *scores, batch.ids.numel()]
-        )
+        bind = np.nan if shape.apart else losses.bind.item()
+        window.append([losses.answer.item(), bind, losses.look.item(), *scores, batch.ids.numel()])
         if not shape.apart:
             progress.two_hop = 0.95 * progress.two_hop + 0.05 * float(np.nanmean([scores[1], scores[2]]))
         if (progress.two_hop > 0.93 and progress.stage < 2) or done > LATEST_START[progress.stage]:
@@ -337,7 +383,8 @@ def _report(progress: Progress, window: list[list[float]], rate: float) -> None:
         float(np.nanmean(column)) if np.isfinite(column).any() else math.nan for column in np.array(window).T
     ]
     log.info(
-        "step %d stage %d %.0fs lr %.1e answer %.3f bind %.3f | one %.3f two %.3f hidden %.3f unknown %.3f | %d tok",
+        "step %d stage %d %.0fs rate %.2f answer %.3f bind %.3f look %.3f "
+        "| one %.3f two %.3f hidden %.3f unknown %.3f | %d tok",
         progress.step,
         progress.stage,
         progress.seconds,
@@ -363,7 +410,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("stage", choices=["eye", "mind"])
-    parser.add_argument("--bank", type=Path, required=True)
+    parser.add_argument("--bank", type=Path, nargs="+", required=True)
     parser.add_argument("--model", type=Path, required=True, help="untrained model with its processor")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
@@ -372,7 +419,8 @@ def main() -> None:
     parser.add_argument(
         "--ideal", action="store_true", help="warm the mind up on ideal features, without an eye"
     )
-    parser.add_argument("--lr", type=float, default=MIND_LR)
+    parser.add_argument("--steps", type=int, default=EYE_STEPS, help="steps of the eye stage")
+    parser.add_argument("--lr", type=float, help=f"peak rate of Muon; eye {EYE_LR}, mind {MIND_LR}")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")

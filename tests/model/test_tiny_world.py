@@ -238,7 +238,7 @@ def test_training_forward_computes_what_the_plain_model_computes(shipped, recipe
         embeddings[inputs["input_ids"] == model.config.video_token_id] = torch.cat(
             list(features.pooler_output)
         )
-        hidden, _ = recipe["forward"].read(text, embeddings, positions, embeddings.shape[1], None)
+        hidden, _, _ = recipe["forward"].read(text, embeddings, positions, embeddings.shape[1], None)
         assert torch.allclose(model.lm_head(hidden), expected, atol=1e-3)
 
 
