@@ -65,8 +65,8 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     return model.eval()
 
 
-def save(family: str, folder: Path, *, seed: int = 0) -> Path:
-    """A complete checkpoint folder of a family.
+def save(family: str, folder: Path, *, seed: int = 0, **fields: object) -> Path:
+    """A complete checkpoint folder of a family; ``fields`` of a text model's config may be given.
 
     The text families take the three ways a prompt can begin: Llama has a BOS and no template, Qwen2 a chat template,
     Qwen3 neither, so that its preamble is empty.
@@ -77,7 +77,7 @@ def save(family: str, folder: Path, *, seed: int = 0) -> Path:
     tokenizer.chat_template = tokenizer.chat_template if family == "qwen2" else None
     tokenizer.bos_token = "<|endoftext|>" if family == "llama" else None
     ids = {"bos_token_id": 0, "eos_token_id": EOS, "pad_token_id": 7}
-    sizes = {**_SIZES, "vocab_size": len(tokenizer), **ids}
+    sizes = {**_SIZES, "vocab_size": len(tokenizer), **ids, **fields}
     model = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(attention_bias=True, mlp_bias=True, **sizes)),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes)),

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from kamera_cli.errors import RefusedError
 
 _FIRST, _SECOND = "KAMERAFIRST", "KAMERASECOND"
+_DATE = "26 Jul 2024"
+"""Given to templates that write a date: canonical KV has seen the preamble, so it must be the same every day."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,15 @@ def prompt_format(renderer: object, *, media: tuple[str, ...], bos: str) -> Prom
     Raises
     ------
     RefusedError
-        The template rewrites, drops or reorders the items, so chunks cannot be placed one by one.
+        The template rewrites, drops or reorders the items, so chunks cannot be placed one by one, or it writes
+        today's date.
     """
-    if getattr(renderer, "chat_template", None) is None:
+    template = getattr(renderer, "chat_template", None)
+    if template is not None and "strftime_now" in str(template) and "date_string" not in str(template):
+        raise RefusedError(
+            "the chat template writes today's date, so chunks of another day would not fit its preamble"
+        )
+    if template is None:
         return PromptFormat(bos, {}, "\n\nQuestion: ", "\nAnswer:")
     rich_content = "image" in media
     preamble, between, suffix = _split(renderer, [], rich_content)
@@ -69,9 +77,9 @@ def _split(renderer: object, items: list[dict], rich_content: bool) -> tuple[str
     if rich_content:
         content = [*items, {"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}]
     else:
-        content = _FIRST + _SECOND
+        content = f"{_FIRST}\n\n{_SECOND}"
     text = renderer.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False, date_string=_DATE
     )
     if text.count(_FIRST) != 1 or text.count(_SECOND) != 1 or text.index(_FIRST) > text.index(_SECOND):
         raise RefusedError("the chat template rewrites its content items; chunks cannot be placed one by one")

@@ -20,7 +20,7 @@ class Template:
     def __init__(self, render) -> None:
         self._render = render
 
-    def apply_chat_template(self, messages, add_generation_prompt, tokenize):
+    def apply_chat_template(self, messages, add_generation_prompt, tokenize, date_string):
         assert add_generation_prompt and not tokenize
         return self._render(messages[0]["content"])
 
@@ -43,9 +43,10 @@ def test_the_prompt_is_read_off_the_template():
     assert rendered.blocks == {"video": "<video>", "image": "<image>"}
 
 
-def test_text_models_get_plain_content():
+def test_text_models_get_plain_content_with_the_question_in_a_paragraph_of_its_own():
     rendered = prompt_format(Template(lambda content: f"[{content}]"), media=("text",), bos="x")
     assert (rendered.preamble, rendered.blocks, rendered.suffix) == ("[", {}, "]")
+    assert rendered.before_question == "\n\n"
 
 
 @pytest.mark.parametrize(
