@@ -44,6 +44,11 @@ class Point:
         """Median of full re-encode over the median of an arm."""
         return self.samples["full"].median_ms / self.samples[arm].median_ms
 
+    def cpu_ratio(self, arm: str) -> float | None:
+        """The same by processor time, which other work on the machine hardly stretches."""
+        own, full = self.samples[arm].median_cpu_ms, self.samples["full"].median_cpu_ms
+        return full / own if own and full else None
+
     def to_json(self) -> dict:
         return {
             "num_chunks": self.num_chunks,
@@ -53,6 +58,7 @@ class Point:
             "question_tokens": self.question_tokens,
             "ttft": {name: samples.to_json() for name, samples in self.samples.items()},
             "ratio_to_full": {name: self.ratio(name) for name in self.samples},
+            "cpu_ratio_to_full": {name: self.cpu_ratio(name) for name in self.samples},
             "stages_ms": self.stages,
             "decode_ms": self.decode_ms,
             "vision_ms": self.vision_ms,
