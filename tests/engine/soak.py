@@ -93,7 +93,9 @@ def soak(folder: Path, model: Path, source: Path, num_kills: int, seed: int = 0)
                         report = store.verify(quarantine=False)
                         assert not report.damaged, report
                         now = content(store)
-                    lost = [key for key, value in before.items() if now.get(key) not in (value, expected[key])]
+                    lost = [
+                        key for key, value in before.items() if now.get(key) not in (value, expected[key])
+                    ]
                     assert not lost, f"{len(lost)} committed records lost or changed by a kill in {job}"
                     committed += len(now) if killed else 0
                     before = now
