@@ -88,7 +88,7 @@ def encode_source(
     runner = engine.runner
     total = num_chunks(info, sampling(options, runner)) if info.kind != "text" else None
     encoder = _Encoder(engine, path, info, options, identity.id)
-    notes = info.notes
+    notes, whole = info.notes, True
     report(engine, 0, total, info.path)
     clock = time.perf_counter()
     try:
@@ -100,10 +100,16 @@ def encode_source(
     except MediaError as error:
         if not (options.partial and encoder.results):
             raise
-        notes = (*notes, f"only the first {len(encoder.results)} chunks: {error.reason}")
+        notes, whole = (*notes, f"only the first {len(encoder.results)} chunks: {error.reason}"), False
     if not encoder.results:
         raise MediaError(path, "it holds no token for this model")
-    if not options.dry_run:
+    repeated = len(encoder.results) - len({chunk.id for chunk in encoder.results})
+    if repeated:
+        notes = (
+            *notes,
+            f"{repeated} chunks show exactly what another one shows; the window holds such chunks once",
+        )
+    if whole and not options.dry_run:
         _index(engine, identity, info, options, notes, encoder.records)
     times = {f"{name}_ms": value for name, value in encoder.spent.items()}
     source = IngestedSource(path, info.kind, tuple(encoder.results), False, notes, **times)

@@ -47,12 +47,17 @@ def inspect_video(path: str, file: BinaryIO, size_bytes: int, declared_bytes: in
         complete = needed <= size_bytes
         if not complete:
             notes += (f"cut short: its index names {needed} bytes, {size_bytes} are there",)
+        stated_s, found_s = (container.duration or 0) / av.time_base, float(packets.duration_s(stream))
+        if complete and stated_s > found_s + max(_SHORT_SECONDS, _SHORT_SHARE * stated_s):
+            notes += (
+                f"its header states {stated_s:.1f} s, its pictures end after {found_s:.1f} s: part may be lost",
+            )
         orientation = orientation_of(first)
         width, height = orientation.size(first.width, first.height)
         return {
             "width": width,
             "height": height,
-            "duration_s": float(packets.duration_s(stream)),
+            "duration_s": found_s,
             "num_frames": packets.count,
             "stream_index": stream.index,
             "codec": stream.codec_context.codec.name,
@@ -61,6 +66,10 @@ def inspect_video(path: str, file: BinaryIO, size_bytes: int, declared_bytes: in
             "notes": notes + _frame_notes(first, stream),
             "complete": complete,
         }
+
+
+_SHORT_SECONDS, _SHORT_SHARE = 1.0, 0.05
+"""A video that ends this much before its header says is noted: some containers are read past damage in silence."""
 
 
 @dataclass

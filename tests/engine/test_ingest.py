@@ -397,3 +397,53 @@ def test_pictures_of_any_size_take_a_whole_grid(open_engine, tmp_path, size):
     picture = write_noise_image(tmp_path / "p.png", 1, width=size[0], height=size[1])
     chunk = engine.ingest([picture], max_pixels=10**9).chunks[0]
     assert chunk.num_tokens >= 3 and engine.query(QUESTION, max_new_tokens=2).fallback is None
+
+
+def test_a_clip_kept_in_part_is_still_damaged_the_next_time(open_engine, clip, monkeypatch):
+    from kamera_cli.jobs import encode
+
+    whole = encode.chunks
+
+    def cut(path, *rest):
+        for chunk in whole(path, *rest):
+            if chunk.index == 2:
+                raise MediaError(path, "it is damaged here")
+            yield chunk
+
+    engine = open_engine()
+    with monkeypatch.context() as damaged:
+        damaged.setattr(encode, "chunks", cut)
+        part = engine.ingest([clip], chunk_seconds=2, partial=True).sources[0]
+        assert len(part.chunks) == 2 and part.notes[-1] == "only the first 2 chunks: it is damaged here"
+        with pytest.raises(MediaError, match="damaged here"):
+            engine.ingest([clip], chunk_seconds=2)
+    again = engine.ingest([clip], chunk_seconds=2).sources[0]
+    assert [chunk.outcome for chunk in again.chunks] == ["found", "found", "encoded", "encoded"]
+
+
+def test_a_video_that_ends_before_its_header_says_is_noted(open_engine, tmp_path):
+    clip = write_noise_video(tmp_path / "clip.mkv", 3, seconds=8, fps=8)
+    data = bytearray(clip.read_bytes())
+    middle = len(data) * 7 // 10
+    data[middle : middle + 2000] = bytes(2000)
+    clip.write_bytes(data)
+    source = open_engine().ingest([clip], chunk_seconds=2).sources[0]
+    assert len(source.chunks) < 4 and "its header states 8.0 s" in source.notes[0]
+
+
+def test_chunks_that_show_the_same_are_held_once_and_said_so(open_engine, tmp_path):
+    import av
+    import numpy as np
+
+    still = tmp_path / "still.mkv"
+    with av.open(str(still), "w") as container:
+        stream = container.add_stream("ffv1", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        picture = np.full((48, 64, 3), 90, np.uint8)
+        for _ in range(24):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    engine = open_engine()
+    source = engine.ingest([still], chunk_seconds=2).sources[0]
+    assert len(source.chunks) == 3 and "2 chunks show exactly what another one shows" in source.notes[-1]
+    assert len(engine.window().entries) == 1
