@@ -12,7 +12,7 @@ from pathlib import Path
 import av
 import numpy as np
 import torch
-from evaluate import Reader
+from reader import Reader
 
 from kamera_cli.tiny import model_path
 from kamera_cli.tiny.render import write_video

@@ -155,22 +155,18 @@ def recipe():
         import evaluate
         import forward
         import make_cards
+        import reader
     finally:
         sys.path.remove(str(EXAMPLES / "tiny_model"))
-    return {
-        "bank": bank,
-        "batches": batches,
-        "evaluate": evaluate,
-        "forward": forward,
-        "make_cards": make_cards,
-    }
+    modules = (bank, batches, evaluate, forward, make_cards, reader)
+    return {module.__name__: module for module in modules}
 
 
 def _prompt(shipped, recipe, seed):
     processor, _ = shipped
     item = episode(seed, num_chunks=3)
     videos = [render_chunk(spec, seed=i) for i, spec in enumerate(item.chunks)]
-    reader = recipe["evaluate"].Reader(model_path())
+    reader = recipe["reader"].Reader(model_path())
     return processor, item, videos, reader.inputs(videos, item.questions[0].text)
 
 
@@ -245,14 +241,47 @@ def test_training_forward_computes_what_the_plain_model_computes(shipped, recipe
 def test_example_answers_follow_from_the_generator_and_the_model_gives_them(recipe):
     torch = pytest.importorskip("torch")
     rows = json.loads((EXAMPLES / "cards.json").read_text(encoding="utf-8"))
-    make_cards, evaluate = recipe["make_cards"], recipe["evaluate"]
+    make_cards, reader_module = recipe["make_cards"], recipe["reader"]
     item = episode(make_cards.SEED, num_chunks=make_cards.NUM_CHUNKS, split="example")
     assert len(rows) >= 8
     assert {row["hops"] for row in rows} == {1, 2}
     assert all(row["answer"] == expected_answer(item.chunks, row["question"]) for row in rows)
     with torch.inference_mode():
-        reader = evaluate.Reader(model_path())
+        reader = reader_module.Reader(model_path())
         prompt = reader.prompt(make_cards.sample_video(EXAMPLES / "cards.mp4"))
         kv = [(k[0], v[0]) for k, v in reader.capture(prompt.embeddings[None], prompt.positions[:, None])]
         texts, _ = reader.answers(prompt, kv, item.questions)
     assert texts == [row["answer"] for row in rows]
+
+
+def test_cards_shown_as_images_are_answered(shipped):
+    pytest.importorskip("torch")
+    from PIL import Image
+
+    processor, model = shipped
+    for seed in range(3):
+        item = episode(seed, num_chunks=2, facts=1, split="image")
+        images = [Image.fromarray(render_chunk(spec, fps=1, seed=seed)[0]) for spec in item.chunks]
+        for question in item.questions[:4]:
+            content = [{"type": "image"}] * 2 + [{"type": "text", "text": question.text}]
+            message = [{"role": "user", "content": content}]
+            text = processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            inputs = processor(text=[text], images=images, return_tensors="pt")
+            output = model.generate(**inputs, do_sample=False, max_new_tokens=8)
+            answer = processor.tokenizer.decode(
+                output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+            )
+            assert answer == question.answer, question
+
+
+def test_blind_reuse_loses_two_hops_and_keeps_one_hop(recipe):
+    """Without this effect every fidelity figure of the benchmark would be empty."""
+    torch = pytest.importorskip("torch")
+    evaluate, reader = recipe["evaluate"], recipe["reader"]
+    with torch.inference_mode():
+        table = evaluate.evaluate(reader.Reader(model_path()), range(8000, 8006), [8], "render", 0, 2)["arms"]
+    assert table["reprefill"]["two_hop"]["accuracy"] >= 0.95
+    assert table["reprefill"]["one_hop"]["accuracy"] >= 0.95
+    assert table["blind"]["two_hop"]["accuracy"] <= 0.25
+    assert table["blind"]["one_hop"]["accuracy"] >= 0.95
+    assert table["patch_8"]["two_hop"]["accuracy"] >= 0.9
