@@ -70,13 +70,15 @@ def query(
 ) -> QueryResult:
     """Answer a question from stored chunks; see ``Engine.query``."""
     _check(question, options)
+    asked = time.perf_counter()
     view = load_window(engine.store, engine.settings.tenant, window)
     entries = ordered(view, chunks)
+    loading = time.perf_counter()
     refuse_other_model(engine, view)
     runner, library = engine.runner, engine.library
+    # TTFT counts from the request, without the time of a model that was not in memory yet.
+    started = asked + time.perf_counter() - loading
     choose = Chooser(options.temperature, options.seed)
-
-    started = time.perf_counter()
     question_ids = runner.question_ids(question)
     wanted = conditioning(view, entries, given_order=chunks is not None)
     found = [_find(library, chunk) for chunk in wanted]
