@@ -5,6 +5,9 @@ def __getattr__(name: str) -> str:
     """``__version__``, read when asked for: every start would pay for the look-up."""
     if name != "__version__":
         raise AttributeError(name)
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
-    return version("kamera-kv")
+    try:
+        return version("kamera-kv")
+    except PackageNotFoundError:
+        return "of a source tree that is not installed"

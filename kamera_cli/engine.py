@@ -13,15 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from kamera_cli.errors import UsageError
+from kamera_cli.errors import RefusedError, UsageError
 from kamera_cli.jobs import ingest as ingest_job
 from kamera_cli.jobs import moves
 from kamera_cli.model.checkpoint import (
     Checkpoint,
+    Contents,
     fingerprint,
     open_checkpoint,
     positions_memory,
-    weights_digest,
+    read_contents,
 )
 from kamera_cli.results import (
     CompileResult,
@@ -98,12 +99,31 @@ class Engine:
         return open_checkpoint(self.settings.model, trust_remote_code=self.settings.trust_remote_code)
 
     @cached_property
+    def contents(self) -> Contents:
+        """Digests of the model's files, taken once: loading and fingerprint go by the same ones."""
+        return self._read_contents(self.checkpoint, rehash=self.settings.rehash)
+
+    def _read_contents(self, checkpoint: Checkpoint, *, rehash: bool) -> Contents:
+        return read_contents(
+            checkpoint,
+            self.store,
+            rehash=rehash,
+            on_hash=lambda name: self.progress(Progress(f"hashing {name}", 0, None, "files")),
+        )
+
+    @cached_property
     def runner(self) -> ModelRunner:
-        """The loaded model."""
+        """The loaded model.
+
+        Raises
+        ------
+        RefusedError
+            It cannot be loaded, or its files changed after their digests were taken.
+        """
         from kamera_cli.model.loading import load
         from kamera_cli.model.runner import ModelRunner
 
-        settings = self.settings
+        settings, taken = self.settings, self.contents
         self.progress(Progress(f"loading {self.checkpoint.label}", 0, 1, "models"))
         runner = ModelRunner(
             load(
@@ -114,6 +134,9 @@ class Engine:
                 trust_remote_code=settings.trust_remote_code,
             )
         )
+        again = open_checkpoint(settings.model, trust_remote_code=settings.trust_remote_code)
+        if self._read_contents(again, rehash=False) != taken:
+            raise RefusedError(f"model {again.label} changed while it was in use; run the command again")
         if settings.device == "auto" and runner.device.type == "cpu":
             self.warn("no GPU found: running on the CPU, expect it to be slow")
         self.progress(Progress(f"loading {self.checkpoint.label}", 1, 1, "models"))
@@ -122,16 +145,10 @@ class Engine:
     @cached_property
     def fingerprint(self) -> str:
         """Model fingerprint (design §3). Needs the model only when its position function was never probed here."""
-        digest = weights_digest(
-            self.checkpoint,
-            self.store,
-            rehash=self.settings.rehash,
-            on_hash=lambda name: self.progress(Progress(f"hashing {name}", 0, None, "files")),
-        )
         memory = positions_memory(self.checkpoint)
         known = self.store.get_state(POSITIONS, memory)
         positions = known.value["probe"] if known else self._probe_positions(memory)
-        return fingerprint(self.checkpoint, weights=digest, positions=positions, dtype=self.dtype_name)
+        return fingerprint(self.checkpoint, self.contents, positions=positions, dtype=self.dtype_name)
 
     def _probe_positions(self, memory: str) -> str:
         found = self.runner.probe_positions()

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.results import WindowEntry, WindowView
+from kamera_cli.settings import checked_name
 from kamera_store.errors import ConflictError
 from kamera_store.kvstore import KVStore
 
@@ -124,7 +125,7 @@ def load_window(store: KVStore, tenant: str, name: str) -> WindowView:
     NotFoundError
         There is no window of that name for this tenant.
     """
-    state = store.get_state(SPACE, f"{tenant}/{name}")
+    state = store.get_state(SPACE, _state_name(tenant, name))
     if state is None:
         raise NotFoundError(f"no window {name!r}; make one with: kamera ingest SOURCE --window {name}")
     return _from_json(state.value)
@@ -153,7 +154,7 @@ def update_window(
         Given: a window that does not exist yet is started for this model. None: it must exist.
     """
     for attempt in range(_RETRIES):
-        state = store.get_state(SPACE, f"{tenant}/{name}")
+        state = store.get_state(SPACE, _state_name(tenant, name))
         if state is None and fingerprint is None:
             return load_window(store, tenant, name)
         current = WindowView(name, tenant, fingerprint) if state is None else _from_json(state.value)
@@ -162,13 +163,21 @@ def update_window(
             return current
         try:
             store.put_state(
-                SPACE, f"{tenant}/{name}", _to_json(changed), expect=None if state is None else state.version
+                SPACE,
+                _state_name(tenant, name),
+                _to_json(changed),
+                expect=None if state is None else state.version,
             )
             return changed
         except ConflictError:
             if attempt == _RETRIES - 1:
                 raise
     raise AssertionError("unreachable")
+
+
+def _state_name(tenant: str, name: str) -> str:
+    """Name of a window's state; ``a`` with ``b/c`` and ``a/b`` with ``c`` must not meet."""
+    return f"{checked_name('tenant', tenant)}/{checked_name('window', name)}"
 
 
 def _to_json(window: WindowView) -> dict:

@@ -53,6 +53,7 @@ def _text_chunks(
     runner: ModelRunner, whole: MediaChunk, chunk_tokens: int
 ) -> Iterator[tuple[MediaChunk, ChunkInputs]]:
     token_ids = runner.tokenize(whole.text)
+    runner.refuse_placeholders(token_ids, whole.name)
     for index, start in enumerate(range(0, token_ids.numel(), chunk_tokens)):
         yield (
             MediaChunk("text", index, whole.name),
@@ -249,7 +250,7 @@ def _index(
         "sha256": info.content_sha256,
         "notes": list(notes),
         "chunks": listed,
-        "parameters": options.parameters(engine.checkpoint),
+        "parameters": options.parameters(engine.contents),
         "fingerprint": engine.fingerprint,
     }
     tenant = engine.settings.tenant

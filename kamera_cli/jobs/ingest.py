@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kamera_cli.errors import RefusedError, UsageError
+from kamera_cli.errors import NotFoundError, RefusedError, UsageError
 from kamera_cli.media.chunk import Sampling
 from kamera_cli.media.errors import MediaError
 from kamera_cli.media.files import content_sha256
 from kamera_cli.media.rules import RULES, decoder_versions
-from kamera_cli.model.checkpoint import Checkpoint
+from kamera_cli.model.checkpoint import Contents
 from kamera_cli.results import (
     IngestedChunk,
     IngestedSource,
@@ -26,7 +26,7 @@ from kamera_cli.results import (
     WindowEntry,
     WindowView,
 )
-from kamera_cli.window import SPACE, appended, load_window, update_window
+from kamera_cli.window import appended, load_window, update_window
 from kamera_store.errors import KameraStoreError, NoRoomError
 from kamera_store.keys import Identity, source_identity
 from kamera_store.records import Record
@@ -47,7 +47,7 @@ class IngestOptions:
     partial: bool
     dry_run: bool
 
-    def parameters(self, checkpoint: Checkpoint) -> dict:
+    def parameters(self, contents: Contents) -> dict:
         """What, besides the file's bytes and the model fingerprint, decides the chunks of a source."""
         return {
             "fps": float(self.fps),
@@ -56,7 +56,7 @@ class IngestOptions:
             "chunk_tokens": self.chunk_tokens,
             "rules": RULES,
             "decoders": decoder_versions(),
-            "processor": checkpoint.processor_digest,
+            "processor": contents.processor,
         }
 
 
@@ -124,10 +124,10 @@ def _refuse_pushed_out(engine: Engine, kept: Sequence[Record]) -> None:
 
 
 def _refuse_other_model(engine: Engine, window: str, fingerprint: str) -> None:
-    tenant = engine.settings.tenant
-    if engine.store.get_state(SPACE, f"{tenant}/{window}") is None:
+    try:
+        owner = load_window(engine.store, engine.settings.tenant, window).fingerprint
+    except NotFoundError:
         return
-    owner = load_window(engine.store, tenant, window).fingerprint
     if owner != fingerprint:
         raise RefusedError(
             f"window {window!r} holds chunks of another model (its fingerprint {owner[:10]}, "
@@ -142,7 +142,7 @@ def _one(
     content = content_sha256(path)
     identity = source_identity(
         content_sha256=content,
-        parameters=options.parameters(engine.checkpoint),
+        parameters=options.parameters(engine.contents),
         fingerprint=fingerprint,
         tenant=tenant,
     )

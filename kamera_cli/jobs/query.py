@@ -80,6 +80,7 @@ def query(
     started = asked + time.perf_counter() - loading
     choose = Chooser(options.temperature, options.seed)
     question_ids = runner.question_ids(question)
+    runner.refuse_placeholders(question_ids, "the question")
     wanted = conditioning(view, entries, given_order=chunks is not None)
     found = [_find(library, chunk) for chunk in wanted]
     _require_fit(engine, found, question_ids.numel() + options.max_new_tokens)
@@ -153,6 +154,10 @@ def found_records(found: Sequence[Found]) -> list[Record]:
 def _check(question: str, options: QueryOptions) -> None:
     if not question.strip():
         raise UsageError("the question is empty")
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the question is not valid Unicode ({error.reason} at {error.start})") from error
     if options.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
     if options.temperature < 0:

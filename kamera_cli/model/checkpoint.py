@@ -67,22 +67,68 @@ class Checkpoint:
     architecture: Architecture
     weight_files: tuple[Path, ...]
 
-    def files_digest(self, names: tuple[str, ...]) -> str:
-        """Hex SHA-256 over the named files that exist, each with its name."""
-        found = {name: file_sha256(self.path / name) for name in names if (self.path / name).is_file()}
-        return fingerprint_digest(found)
 
-    @property
-    def processor_digest(self) -> str:
-        """Digest of what turns pixels into model inputs; part of the source index, since chunk keys hold its output."""
-        installed = {name: version(name) for name in ("transformers", "pillow")}
-        return fingerprint_digest({"files": self.files_digest(_PROCESSOR_FILES), **installed})
+@dataclass(frozen=True)
+class Contents:
+    """Digests of a checkpoint's files, all taken at one time, so that a folder that changes meanwhile is noticed.
 
-    @property
-    def config_digest(self) -> str:
-        """Digest of the config fields that enter the computation."""
-        kept = _without(self.config, _NOT_COMPUTED)
-        return fingerprint_digest({"config": json.dumps(kept, sort_keys=True)})
+    Attributes
+    ----------
+    weights, config, tokenizer, code : str
+        Of weight and adapter bytes, of the config fields that enter the computation, of tokenizer and chat template,
+        and of Python files: they enter the model fingerprint.
+    processor : str
+        Of what turns pixels into model inputs: part of the source index only, since chunk keys hold its output.
+    """
+
+    weights: str
+    config: str
+    tokenizer: str
+    code: str
+    processor: str
+
+
+def read_contents(
+    checkpoint: Checkpoint, store: KVStore, *, rehash: bool, on_hash: Callable[[str], None]
+) -> Contents:
+    """Take all digests of a checkpoint; weight hashes are remembered in the store, see `weights_digest`."""
+    installed = {name: version(name) for name in ("transformers", "pillow")}
+    templates = {"processor": _processor_template(checkpoint.path)}
+    code = {file.name: file_sha256(file) for file in sorted(checkpoint.path.glob("*.py"))}
+    return Contents(
+        weights=weights_digest(checkpoint, store, rehash=rehash, on_hash=on_hash),
+        config=config_digest(checkpoint),
+        tokenizer=fingerprint_digest(
+            {"files": _files_digest(checkpoint.path, _TOKENIZER_FILES), **templates}
+        ),
+        code=fingerprint_digest(code),
+        processor=fingerprint_digest(
+            {"files": _files_digest(checkpoint.path, _PROCESSOR_FILES), **installed}
+        ),
+    )
+
+
+def config_digest(checkpoint: Checkpoint) -> str:
+    """Digest of the config fields that enter the computation."""
+    kept = _without(checkpoint.config, _NOT_COMPUTED)
+    return fingerprint_digest({"config": json.dumps(kept, sort_keys=True)})
+
+
+def _files_digest(folder: Path, names: tuple[str, ...]) -> str:
+    found = {name: file_sha256(folder / name) for name in names if (folder / name).is_file()}
+    more = sorted((folder / "additional_chat_templates").glob("*")) if "chat_template.jinja" in names else []
+    return fingerprint_digest(found | {f"{file.parent.name}/{file.name}": file_sha256(file) for file in more})
+
+
+def _processor_template(folder: Path) -> str:
+    """The chat template inside ``processor_config.json``, if it has one: it shapes the preamble and no pixels."""
+    file = folder / "processor_config.json"
+    if not file.is_file():
+        return ""
+    try:
+        return json.dumps(json.loads(file.read_text(encoding="utf-8")).get("chat_template"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RefusedError(f"{file} is not JSON ({error})") from error
 
 
 def open_checkpoint(model: str, *, trust_remote_code: bool = False) -> Checkpoint:
@@ -175,26 +221,25 @@ def weights_digest(
     return fingerprint_digest(digests)
 
 
-def fingerprint(checkpoint: Checkpoint, *, weights: str, positions: str, dtype: str) -> str:
+def fingerprint(checkpoint: Checkpoint, contents: Contents, *, positions: str, dtype: str) -> str:
     """Model fingerprint (design §3): hex SHA-256 over everything that shapes the KV of a given model input.
 
     Parameters
     ----------
-    weights : str
-        From `weights_digest`.
+    contents : Contents
+        From `read_contents`.
     positions : str
         Digest of what the installed model's position function answers on fixed prompts
         (`kamera_cli.model.positions.probe`); a release that computes other positions gets another fingerprint.
     dtype : {"float32", "float16", "bfloat16"}
         Compute dtype.
     """
-    code = {file.name: file_sha256(file) for file in sorted(checkpoint.path.glob("*.py"))}
     return fingerprint_digest({
         "layout": f"{checkpoint.architecture.family}/pre-rope/1",
-        "weights": weights,
-        "config": checkpoint.config_digest,
-        "tokenizer": checkpoint.files_digest(_TOKENIZER_FILES),
-        "remote_code": fingerprint_digest(code),
+        "weights": contents.weights,
+        "config": contents.config,
+        "tokenizer": contents.tokenizer,
+        "remote_code": contents.code,
         "positions": positions,
         "dtype": dtype,
         "capture": CAPTURE,
@@ -203,7 +248,7 @@ def fingerprint(checkpoint: Checkpoint, *, weights: str, positions: str, dtype: 
 
 def positions_memory(checkpoint: Checkpoint) -> str:
     """Name under which the probe of the installed model's position function is remembered in the store."""
-    return fingerprint_digest({"transformers": version("transformers"), "config": checkpoint.config_digest})
+    return fingerprint_digest({"transformers": version("transformers"), "config": config_digest(checkpoint)})
 
 
 def _without(value: object, names: set[str]) -> object:

@@ -99,10 +99,13 @@ class ModelRunner:
 
     def probe_positions(self) -> str:
         """Digest of what the installed model's position function answers (`kamera_cli.model.positions.probe`)."""
-        config = self.model.config
-        names = {"image": "image_token_id", "video": "video_token_id"}
-        ids = {kind: getattr(config, name) for kind, name in names.items() if hasattr(config, name)}
-        return probe(self.model, mrope=self._mrope, token_ids=ids)
+        return probe(self.model, mrope=self._mrope, token_ids=self._placeholders)
+
+    @property
+    def _placeholders(self) -> dict[str, int]:
+        """Token ids that stand for media, by kind."""
+        config, names = self.model.config, {"image": "image_token_id", "video": "video_token_id"}
+        return {kind: getattr(config, name) for kind, name in names.items() if hasattr(config, name)}
 
     def synchronize(self) -> None:
         """Wait for the device, so that a clock read next counts finished work."""
@@ -117,6 +120,19 @@ class ModelRunner:
     def question_ids(self, question: str) -> torch.Tensor:
         """Ids of everything that follows the last chunk: the question and the template's closing tokens."""
         return self.tokenize(self.prompt.before_question + question + self.prompt.suffix)
+
+    def refuse_placeholders(self, token_ids: torch.Tensor, what: str) -> None:
+        """Refuse text that holds the token that stands for pixels: the model would look for a picture there.
+
+        Raises
+        ------
+        UsageError
+        """
+        for kind, token_id in self._placeholders.items():
+            if bool((token_ids == token_id).any()):
+                raise UsageError(
+                    f"{what} holds {self.tokenizer.decode([token_id])}, which stands for {kind} input"
+                )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings (T, hidden) of text tokens."""

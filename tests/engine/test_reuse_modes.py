@@ -230,3 +230,12 @@ def test_chunks_go_by_number_name_and_id_prefix(engine):
     by_id = engine.query(QUESTION, chunks=[entries[2].chunk[:8].upper(), entries[0].chunk], reuse="blind")
     by_number = engine.query(QUESTION, chunks=["3", "1"], reuse="blind")
     assert [c.id for c in by_name.chunks] == [c.id for c in by_id.chunks] == [c.id for c in by_number.chunks]
+
+
+@pytest.mark.parametrize(
+    "question", ["what does <|image_pad|> show?", "<|video_pad|>", "which \ud800 is it?"]
+)
+@pytest.mark.parametrize("compare", [False, True])
+def test_a_question_that_the_model_would_read_as_pixels_is_refused(engine, question, compare):
+    with pytest.raises(UsageError, match="stands for|not valid Unicode"):
+        engine.query(question, compare=compare)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.results import WindowEntry, WindowView
-from kamera_cli.window import appended, pick, purged, recalled, reconditioned, without
+from kamera_cli.window import appended, load_window, pick, purged, recalled, reconditioned, without
+from kamera_store import KVStore
 
 KEYS = [f"{index:02x}" * 16 for index in range(1, 8)]
 
@@ -141,3 +142,9 @@ def test_pick_says_what_there_is():
     twins = [*window.entries, WindowEntry(9, KEYS[6], "00" * 32, "clip#0", 1)]
     with pytest.raises(UsageError, match="fits 2 chunks"):
         pick(twins, ["clip#0"], "w")
+
+
+@pytest.mark.parametrize(("tenant", "name"), [("a/b", "c"), ("a", "b/c"), ("", "c"), ("a", "")])
+def test_two_tenants_never_meet_in_one_window_name(tmp_path, tenant, name):
+    with KVStore.open(tmp_path / "store") as store, pytest.raises(UsageError, match="cannot name a"):
+        load_window(store, tenant, name)

@@ -8,13 +8,19 @@ import shutil
 import pytest
 
 from kamera_cli.errors import NotFoundError, RefusedError, UsageError
-from kamera_cli.model.checkpoint import fingerprint, open_checkpoint
+from kamera_cli.model.checkpoint import fingerprint, open_checkpoint, read_contents
+from kamera_store import KVStore
 
 
 @pytest.fixture
 def folder(checkpoints, tmp_path):
     """A Llama checkpoint that a test may break."""
     return shutil.copytree(checkpoints("llama"), tmp_path / "model")
+
+
+def contents_of(checkpoint, tmp_path):
+    with KVStore.open(tmp_path / "digests") as store:
+        return read_contents(checkpoint, store, rehash=False, on_hash=lambda _name: None)
 
 
 def edit(folder, **fields) -> None:
@@ -105,9 +111,9 @@ def test_remote_code_runs_only_with_consent_and_counts_in_the_fingerprint(folder
         open_checkpoint(str(folder))
     assert not (tmp_path / "marker.txt").exists()
     trusted = open_checkpoint(str(folder), trust_remote_code=True)
-    prints = [fingerprint(trusted, weights="w", positions="p", dtype="float32")]
+    prints = [fingerprint(trusted, contents_of(trusted, tmp_path), positions="p", dtype="float32")]
     (folder / "configuration_own.py").write_text("# another revision")
-    prints.append(fingerprint(trusted, weights="w", positions="p", dtype="float32"))
+    prints.append(fingerprint(trusted, contents_of(trusted, tmp_path), positions="p", dtype="float32"))
     assert prints[0] != prints[1] and not (tmp_path / "marker.txt").exists()
 
 
@@ -161,3 +167,28 @@ def test_remembered_weights_are_of_this_very_file(open_engine, folder, tmp_path)
     data[-1] ^= 1
     (other / "model.safetensors").write_bytes(bytes(data))
     assert open_engine("llama", model=str(other)).fingerprint != first.fingerprint
+
+
+def test_a_chat_template_in_the_processor_config_counts_in_the_fingerprint(checkpoints, tmp_path):
+    """The preamble comes from it; pixel settings beside it shape chunk keys and are no other model."""
+    folder = shutil.copytree(checkpoints("qwen2_5_vl"), tmp_path / "model")
+    file = folder / "processor_config.json"
+    whole, prints = json.loads(file.read_text()), []
+    for change in ({}, {"chat_template": "{{ messages }}"}, {"image_seq_length": 7}):
+        file.write_text(json.dumps({**whole, **change}))
+        checkpoint = open_checkpoint(str(folder))
+        prints.append(
+            fingerprint(checkpoint, contents_of(checkpoint, tmp_path), positions="p", dtype="float32")
+        )
+    assert prints[0] != prints[1] and prints[0] == prints[2]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_model_that_changes_between_its_digest_and_its_load_is_refused(folder, open_engine, name):
+    engine = open_engine("llama", model=str(folder))
+    assert engine.contents
+    data = (folder / name).read_bytes()
+    changed = data + b" \n" if name.endswith("json") else data[:-1] + bytes([data[-1] ^ 1])
+    (folder / name).write_bytes(changed)
+    with pytest.raises(RefusedError, match="changed while it was in use"):
+        assert engine.runner
