@@ -237,5 +237,5 @@ def test_chunks_go_by_number_name_and_id_prefix(engine):
 )
 @pytest.mark.parametrize("compare", [False, True])
 def test_a_question_that_the_model_would_read_as_pixels_is_refused(engine, question, compare):
-    with pytest.raises(UsageError, match="stands for|not valid Unicode"):
+    with pytest.raises(UsageError, match=r"stands for|not valid Unicode"):
         engine.query(question, compare=compare)
