@@ -63,6 +63,12 @@ def ordered(window: WindowView, chunks: Sequence[str] | None) -> tuple[WindowEnt
         return window.entries
     if not chunks:
         raise UsageError("--chunks names no chunk")
+    present = {str(entry.number) for entry in window.entries}
+    for name in chunks:
+        if name not in present and any(str(entry.number) == name for entry in window.evicted):
+            raise NotFoundError(
+                f"chunk {name} has left window {window.name!r}; put it back with: kamera recall {name}"
+            )
     return pick(window.entries, chunks, f"window {window.name!r}")
 
 
