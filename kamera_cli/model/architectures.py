@@ -1,11 +1,17 @@
-"""The architectures that were verified against their own cold prefill; everything else is refused by name."""
+"""The architectures that were verified against their own cold prefill; everything else is refused by name.
+
+Decided from ``config.json`` alone: importing this module loads neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from kamera_cli.errors import RefusedError
+from kamera_cli.model import config_rules
+from kamera_cli.model.config_rules import ROPE_TYPES
 
 
 @dataclass(frozen=True)
@@ -16,40 +22,102 @@ class Architecture:
     ----------
     model_type : str
         ``model_type`` of the checkpoint's ``config.json``.
-    family : {"GQA/MHA"}
+    name : str
+        What its makers call it.
+    family : {"GQA/MHA", "MLA"}
         Which tensors are stored, rotated and patched (design §2).
     media : tuple of {"video", "image", "text"}
         What can be ingested.
     verified : tuple of str
         What the test suite compares with a cold prefill of the same model.
+    text : tuple of str
+        ``model_type`` values accepted in ``text_config``; empty for a model whose only part is the language model.
+    auto : {"image-text", "causal"}
+        Auto class that loads it.
+    rope : tuple of str
+        RoPE variants that are accepted, by ``rope_type``.
+    layout : str
+        What more is special about the rotation: M-RoPE and its axis layout, or a partial rotary width.
+    remote_code : bool
+        It runs Python code that comes with the checkpoint, and is refused without ``--trust-remote-code``.
+    note : str
+        What a user should know besides.
     """
 
     model_type: str
     name: str
-    family: str
+    family: Literal["GQA/MHA", "MLA"]
     media: tuple[str, ...]
     verified: tuple[str, ...]
     note: str = ""
+    text: tuple[str, ...] = ()
+    auto: Literal["image-text", "causal"] = "causal"
+    rope: tuple[str, ...] = ROPE_TYPES
+    layout: str = ""
+    remote_code: bool = False
 
     @property
     def has_vision(self) -> bool:
         return "image" in self.media
 
 
-_CHECKS = ("captured KV = own cache", "layer-0 keys", "positions", "full-rank patch")
+_TEXT = ("captured KV = own cache", "layer-0 keys", "positions", "full-rank patch")
+_LATENT = ("captured latents = own cache", "latents byte for byte", "positions", "full-rank patch")
+_EMBEDDINGS = ("stored embeddings = pixels",)
+_ALL, _STILL = ("video", "image", "text"), ("image", "text")
+_BLOCKS, _INTERLEAVED = "M-RoPE in blocks", "M-RoPE interleaved"
+_DEEPSTACK = "deepstack features are kept with the chunk; keys are captured after the per-head key norm"
+
+
+def _vision(
+    model_type: str, name: str, text: tuple[str, ...], media: tuple[str, ...] = _ALL, **fields
+) -> Architecture:
+    checks = _LATENT if fields.get("family") == "MLA" else _TEXT
+    return Architecture(
+        model_type=model_type,
+        name=name,
+        media=media,
+        verified=checks + _EMBEDDINGS,
+        text=text,
+        **{"family": "GQA/MHA", "auto": "image-text", **fields},
+    )
+
+
+def _text(
+    model_type: str, name: str, family: Literal["GQA/MHA", "MLA"] = "GQA/MHA", **fields
+) -> Architecture:
+    return Architecture(model_type, name, family, ("text",), _LATENT if family == "MLA" else _TEXT, **fields)
+
 
 ARCHITECTURES: tuple[Architecture, ...] = (
-    Architecture(
-        "qwen2_5_vl", "Qwen2.5-VL", "GQA/MHA", ("video", "image", "text"), _CHECKS, "M-RoPE in blocks"
+    _vision("qwen2_vl", "Qwen2-VL", ("qwen2_vl_text",), layout=_BLOCKS),
+    _vision("qwen2_5_vl", "Qwen2.5-VL", ("qwen2_5_vl_text",), layout=_BLOCKS),
+    _vision("qwen3_vl", "Qwen3-VL", ("qwen3_vl_text",), layout=_INTERLEAVED, note=_DEEPSTACK),
+    _vision("qwen3_vl_moe", "Qwen3-VL-MoE", ("qwen3_vl_moe_text",), layout=_INTERLEAVED, note=_DEEPSTACK),
+    _vision("deepseek_vl", "DeepSeek-VL", ("llama",), _STILL),
+    _vision("deepseek_vl_hybrid", "DeepSeek-VL-hybrid", ("llama",), _STILL, note="two vision towers"),
+    _vision("internvl", "InternVL", ("qwen2", "qwen3", "llama")),
+    _vision("llava_onevision", "LLaVA-OneVision", ("qwen2",)),
+    _vision("kimi_k25", "Kimi K2.5", ("deepseek_v3", "kimi_k2"), family="MLA"),
+    _vision(
+        "kimi_vl",
+        "Kimi-VL",
+        ("deepseek_v3",),
+        _STILL,
+        family="MLA",
+        auto="causal",
+        remote_code=True,
+        note="its own Python code; verified on a stand-in of the same structure",
     ),
-    Architecture("llama", "Llama", "GQA/MHA", ("text",), _CHECKS),
-    Architecture("qwen2", "Qwen2 / Qwen2.5", "GQA/MHA", ("text",), _CHECKS),
-    Architecture(
-        "qwen3", "Qwen3", "GQA/MHA", ("text",), _CHECKS, "keys are captured after the per-head key norm"
-    ),
+    _text("llama", "Llama"),
+    _text("mistral", "Mistral", note="without a sliding window"),
+    _text("qwen2", "Qwen2 / Qwen2.5"),
+    _text("qwen3", "Qwen3", note="keys are captured after the per-head key norm"),
+    _text("glm4", "GLM-4", layout="partial rotary"),
+    _text("olmo2", "OLMo 2", note="keys are captured after the key norm over all heads"),
+    _text("deepseek_v2", "DeepSeek-V2", "MLA"),
+    _text("deepseek_v3", "DeepSeek-V3", "MLA"),
 )
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def architecture_of(config: Mapping) -> Architecture:
@@ -63,33 +131,18 @@ def architecture_of(config: Mapping) -> Architecture:
     Raises
     ------
     RefusedError
-        The architecture, its RoPE variant or a layer kind was never verified; the message names it.
+        The architecture, its RoPE variant or a layer kind was never verified, or the config contradicts itself; the
+        message names it.
     """
+    config_rules.require_object(config)
     model_type = config.get("model_type")
     found = next((entry for entry in ARCHITECTURES if entry.model_type == model_type), None)
     if found is None:
+        config_rules.refuse_by_kind(config)
         supported = ", ".join(entry.model_type for entry in ARCHITECTURES)
         raise RefusedError(f"architecture {model_type!r} is not supported (supported: {supported})")
-    text = {**config, **(config.get("text_config") or {})}
-    _refuse_unverified_layers(text)
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if (
-        rope_type == "mrope"
-    ):  # the name older Qwen-VL configs use for the default frequencies in M-RoPE blocks
-        rope_type = "default"
-    if rope_type not in ROPE_TYPES:
-        raise RefusedError(
-            f"RoPE variant {rope_type!r} is not supported (supported: {', '.join(ROPE_TYPES)})"
-        )
+    text = config_rules.text_fields(config, found.text)
+    config_rules.refuse_layers(config, text)
+    config_rules.refuse_rope(text, found.rope, found.layout)
+    config_rules.refuse_contradictions(text, found.family)
     return found
-
-
-def _refuse_unverified_layers(text: Mapping) -> None:
-    if text.get("use_sliding_window"):
-        raise RefusedError(
-            "sliding-window attention is not supported: use_sliding_window is true in config.json"
-        )
-    kinds = sorted({kind for kind in text.get("layer_types") or () if kind != "full_attention"})
-    if kinds:
-        raise RefusedError(f"layer kind {kinds[0]!r} is not supported: every layer must be 'full_attention'")
