@@ -49,8 +49,8 @@ _KIMI = (
 
 
 def _chatml(image: str, video: str) -> str:
-    items = "{%% if item['type'] == 'image' %%}%s{%% elif item['type'] == 'video' %%}%s" % (image, video)
-    return _CHATML.replace("ITEMS", items)
+    items = "{% if item['type'] == 'image' %}IMAGE{% elif item['type'] == 'video' %}VIDEO"
+    return _CHATML.replace("ITEMS", items).replace("IMAGE", image).replace("VIDEO", video)
 
 
 def _turns(before: str, user: str, end: str, assistant: str) -> str:
