@@ -160,7 +160,8 @@ class Engine:
         """Chunks and patches of this tenant and model in the store."""
         from kamera_cli.library import Library
 
-        return Library(self.store, self.settings.tenant, self.fingerprint, self.runner.device)
+        runner = self.runner
+        return Library(self.store, self.settings.tenant, self.fingerprint, runner.device, runner.family.names)
 
     @property
     def dtype_name(self) -> str:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kamera_cli.model.families.gqa import LayerKV
-from kamera_cli.model.inputs import ChunkInputs, Segment
+from kamera_cli.model.families.family import LayerKV
+from kamera_cli.model.inputs import ChunkInputs, Deepstack, Segment
 from kamera_cli.model.positions import RelativePositions
 from kamera_cli.model.runner import EncodedChunk
 from kamera_cli.operator.patch import Factors, LayerPatch
@@ -33,12 +33,15 @@ class Library:
     ----------
     device : torch.device
         Where tensors that are read back go.
+    names : tuple of str
+        What the family calls its rotary and its plain tensor.
     """
 
     store: KVStore
     tenant: str
     fingerprint: str
     device: torch.device
+    names: tuple[str, str]
 
     def chunk_identity(self, inputs: ChunkInputs) -> Identity:
         """Key of a chunk from exactly what the model sees of it (design §3)."""
@@ -62,10 +65,13 @@ class Library:
         tensors = [
             to_bytes("token_ids", inputs.token_ids),
             to_bytes("positions", inputs.positions.ids),
-            to_bytes("embeddings", encoded.embeddings),
+            to_bytes("embeddings", encoded.segment.embeddings),
         ]
+        if (deepstack := encoded.segment.deepstack) is not None:
+            tensors += [to_bytes("deepstack_at", deepstack.at), to_bytes("deepstack", deepstack.features)]
         for layer, kv in enumerate(encoded.layers):
-            tensors += [to_bytes("keys", kv.keys, layer=layer), to_bytes("values", kv.values, layer=layer)]
+            pair = zip(self.names, (kv.rotary, kv.plain), strict=True)
+            tensors += [to_bytes(name, tensor, layer=layer) for name, tensor in pair]
         described = {
             "kind": inputs.kind,
             "num_tokens": inputs.num_tokens,
@@ -81,9 +87,19 @@ class Library:
 
     def segment(self, record: Record) -> Segment:
         """Stored embeddings and positions: what a conditioned forward starts from."""
-        tensors = self.store.read(record, [("embeddings", -1), ("positions", -1)])
-        positions = RelativePositions(to_torch(tensors["positions", -1]), record.meta["span"])
-        return Segment(to_torch(tensors["embeddings", -1]).to(self.device), positions)
+        held = {tensor.name for tensor in record.tensors if tensor.layer < 0}
+        names = {"embeddings", "positions", "deepstack_at", "deepstack"} & held
+        tensors = {
+            name: to_torch(tensor)
+            for (name, _), tensor in self.store.read(record, [(name, -1) for name in sorted(names)]).items()
+        }
+        positions = RelativePositions(tensors["positions"], record.meta["span"])
+        deepstack = (
+            Deepstack(tensors["deepstack_at"], tensors["deepstack"].to(self.device))
+            if "deepstack" in held
+            else None
+        )
+        return Segment(tensors["embeddings"].to(self.device), positions, deepstack)
 
     def positions(self, record: Record) -> RelativePositions:
         """Stored positions, relative to the chunk's first token."""
@@ -92,7 +108,7 @@ class Library:
 
     def layer(self, record: Record, layer: int) -> LayerKV:
         """Canonical KV of one layer of a chunk."""
-        return as_layer(self.store.read_layer(record, layer), self.device)
+        return self.as_layer(self.store.read_layer(record, layer))
 
     def layers(self, record: Record) -> list[LayerKV]:
         """Canonical KV of all layers of a chunk."""
@@ -125,7 +141,7 @@ class Library:
         identity = self.patch_identity(of_chunk, antecedents, kind)
         tensors = []
         for layer, patch in enumerate(layers):
-            for name, factors in (("keys", patch.keys), ("values", patch.values)):
+            for name, factors in zip(self.names, (patch.rotary, patch.plain), strict=True):
                 tensors.append(to_bytes(f"{name}_u", factors.u, layer=layer))
                 tensors.append(to_bytes(f"{name}_v", factors.v, layer=layer))
         described = {
@@ -133,7 +149,7 @@ class Library:
             "antecedents": [antecedent.id for antecedent in antecedents],
             "kind": kind,
             "ranks": [patch.rank for patch in layers],
-            "energy": [min(patch.keys_energy, patch.values_energy) for patch in layers],
+            "energy": [min(patch.rotary_energy, patch.plain_energy) for patch in layers],
             "fingerprint": self.fingerprint,
             **meta,
         }
@@ -151,23 +167,23 @@ class Library:
     def patch_layers(self, record: Record) -> list[LayerPatch]:
         """All layers of a patch."""
         return [
-            as_patch(self.store.read_layer(record, layer), record.meta["energy"][layer], self.device)
+            self.as_patch(self.store.read_layer(record, layer), record.meta["energy"][layer])
             for layer in range(len(record.meta["ranks"]))
         ]
+
+    def as_layer(self, tensors: Mapping[str, TensorBytes]) -> LayerKV:
+        """One stored layer as fresh tensors."""
+        return LayerKV(*(to_torch(tensors[name]).to(self.device) for name in self.names))
+
+    def as_patch(self, tensors: Mapping[str, TensorBytes], energy: float) -> LayerPatch:
+        """Factors of one stored layer as fresh tensors."""
+        rotary, plain = (
+            Factors(*(to_torch(tensors[f"{name}_{side}"]).to(self.device) for side in "uv"))
+            for name in self.names
+        )
+        return LayerPatch(rotary, plain, energy, energy)
 
 
 def identity_of(entry: WindowEntry) -> Identity:
     """Key and proof of the chunk that a window entry means."""
     return Identity("chunk", bytes.fromhex(entry.chunk), bytes.fromhex(entry.digest))
-
-
-def as_layer(tensors: Mapping[str, TensorBytes], device: torch.device) -> LayerKV:
-    """Keys and values of one stored layer as fresh tensors on ``device``."""
-    return LayerKV(to_torch(tensors["keys"]).to(device), to_torch(tensors["values"]).to(device))
-
-
-def as_patch(tensors: Mapping[str, TensorBytes], energy: float, device: torch.device) -> LayerPatch:
-    """Factors of one stored layer as fresh tensors on ``device``."""
-    parts = {name: to_torch(tensor).to(device) for name, tensor in tensors.items()}
-    keys, values = Factors(parts["keys_u"], parts["keys_v"]), Factors(parts["values_u"], parts["values_v"])
-    return LayerPatch(keys, values, energy, energy)

@@ -12,7 +12,7 @@ import torch
 from kamera_cli.errors import RefusedError
 from kamera_cli.generate import next_token_kl
 from kamera_cli.model.compat import rope_index
-from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import ChunkInputs, Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
@@ -88,8 +88,8 @@ def _capture(runner: ModelRunner, chunks: list[Segment]) -> Check:
     worst, same = 0.0, True
     for layer, own in enumerate(cache.layers):
         whole = LayerKV(
-            torch.cat([chunk[layer].keys for chunk in captured]),
-            torch.cat([chunk[layer].values for chunk in captured]),
+            torch.cat([chunk[layer].rotary for chunk in captured]),
+            torch.cat([chunk[layer].plain for chunk in captured]),
         )
         ours = runner.family.cache([whole], joined_positions(placed)).layers[0]
         for mine, theirs in ((ours.keys, own.keys), (ours.values, own.values)):
@@ -109,7 +109,7 @@ def _relocation(runner: ModelRunner, chunk: Segment) -> Check:
     rotation = runner.family.rotation(chunk.positions.at(shift), chunk.embeddings)
     before = runner.text_segment(torch.arange(7))
     after = runner.prefill_captured([before, chunk])[1][0]
-    theirs = runner.family.rotate(after.keys, rotation)
+    theirs = runner.family.rotate(after.rotary, rotation)
     difference = _difference(ours, theirs)
     detail = "bit-identical" if torch.equal(ours, theirs) else f"largest relative difference {difference:.1e}"
     return Check(
@@ -159,7 +159,7 @@ def _positions(runner: ModelRunner, chunks: list[ChunkInputs]) -> Check:
 def _embeddings(runner: ModelRunner, media: list[ChunkInputs], question: torch.Tensor) -> Check:
     """A prefill from stored embeddings answers like the ordinary forward from pixels."""
     cold = runner.reencode(media, question)
-    segments = [Segment(runner.encode(chunk).embeddings, chunk.positions) for chunk in media]
+    segments = [runner.encode(chunk).segment for chunk in media]
     _, logits, _, _ = runner.prefill([runner.preamble, *segments, runner.text_segment(question)])
     kl = next_token_kl(cold.logits, logits)
     return Check("stored embeddings = pixels", kl <= _KL_LIMIT[runner.dtype], f"next-token KL {kl:.1e}")

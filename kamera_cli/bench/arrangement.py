@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from kamera_cli.model.compat import DynamicCache, fill_cache
-from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
@@ -121,7 +121,7 @@ class Arrangement:
         """
         skipped = 0 if of_first else 1
         return [None] * skipped + [
-            form(after, alone, rank=min(rank, after[0].keys.shape[0]), energy=1.0)
+            form(after, alone, rank=min(rank, after[0].rotary.shape[0]), energy=1.0)
             for after, alone in zip(self.conditioned[skipped:], self.canonical[skipped:], strict=True)
         ]
 
@@ -143,12 +143,12 @@ class Arrangement:
         )
 
     def delta_energy(self) -> torch.Tensor:
-        """(P,) squared size of Δ per token over all layers, keys and values; zero for the preamble."""
+        """(P,) squared size of Δ per token over all layers and both tensors; zero for the preamble."""
         total = torch.zeros(self.embeddings.shape[0], device=self.embeddings.device)
         for (start, end), after, alone in zip(self.bounds, self.conditioned, self.canonical, strict=True):
             for new, old in zip(after, alone, strict=True):
-                total[start:end] += residual(new.keys, old.keys).square().sum(1)
-                total[start:end] += residual(new.values, old.values).square().sum(1)
+                total[start:end] += residual(new.rotary, old.rotary).square().sum(1)
+                total[start:end] += residual(new.plain, old.plain).square().sum(1)
         return total
 
     def patched_after_rotation(self, ranks: tuple[int, ...]) -> dict[int, DynamicCache]:

@@ -107,8 +107,8 @@ def _spectra(task: Task, found: Findings) -> None:
     ):
         found.shares.append(_cumulative(per_token[start:end].sort(descending=True).values))
         for layer, (after, alone) in enumerate(zip(conditioned, canonical, strict=True)):
-            for name in ("keys", "values"):
-                delta = residual(getattr(after, name), getattr(alone, name))
+            for name, part in (("keys", "rotary"), ("values", "plain")):
+                delta = residual(getattr(after, part), getattr(alone, part))
                 found.energy[layer] = found.energy.get(layer, 0.0) + float(delta.square().sum())
                 if layer:
                     squares = torch.linalg.svdvals(delta.cpu()).square()

@@ -14,7 +14,7 @@ from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, bench_episode, write_epis
 from kamera_cli.jobs.encode import model_inputs
 from kamera_cli.jobs.ingest import IngestOptions
 from kamera_cli.media.source import inspect
-from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.model.scoring import Forced
@@ -125,7 +125,7 @@ def _encoded(runner: ModelRunner, path: Path, expected: Episode) -> tuple[list[S
     segments, canonical = [], []
     for _, inputs in model_inputs(runner, str(path), inspect(str(path)), _INGEST):
         encoded = runner.encode(inputs)
-        segments.append(Segment(encoded.embeddings, inputs.positions))
+        segments.append(encoded.segment)
         canonical.append(encoded.layers)
     assert len(segments) == len(expected.chunks), (
         f"{len(segments)} chunks decoded of {len(expected.chunks)} written"

@@ -21,7 +21,7 @@ from kamera_cli.bench.rivals import chosen
 from kamera_cli.engine import Engine
 from kamera_cli.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache
-from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.scoring import is_greedy_match, score
 from kamera_cli.operator.patch import Factors, LayerPatch, residual
 from kamera_cli.results import Progress
@@ -123,17 +123,17 @@ def _count(
     parts = zip(arrangement.canonical[1:], arrangement.conditioned[1:], patches[1:], strict=True)
     for canonical, conditioned, patch in parts:
         totals.num_chunks += 1
-        totals.num_tokens += canonical[0].keys.shape[0]
-        totals.width = canonical[0].keys[0].numel()
+        totals.num_tokens += canonical[0].rotary.shape[0]
+        totals.width = canonical[0].rotary[0].numel()
         for alone, after, factors in zip(canonical, conditioned, patch, strict=True):
             raw, stored = _bytes_of_layer(alone)
             totals.kv_raw_bytes += raw
             totals.kv_stored_bytes += stored
-            totals.delta += float(residual(after.keys, alone.keys).square().sum())
-            totals.delta += float(residual(after.values, alone.values).square().sum())
+            totals.delta += float(residual(after.rotary, alone.rotary).square().sum())
+            totals.delta += float(residual(after.plain, alone.plain).square().sum())
             for rank in ranks:
                 arm = arms[patch_name(rank)]
-                for part in (factors.keys.at_rank(rank), factors.values.at_rank(rank)):
+                for part in (factors.rotary.at_rank(rank), factors.plain.at_rank(rank)):
                     raw, stored = _bytes_of_factors(part)
                     arm.raw_bytes += raw
                     arm.stored_bytes += stored
@@ -141,7 +141,7 @@ def _count(
 
 
 def _bytes_of_layer(layer: LayerKV) -> tuple[int, int]:
-    return _bytes((layer.keys, layer.values))
+    return _bytes((layer.rotary, layer.plain))
 
 
 def _bytes_of_factors(factors: Factors) -> tuple[int, int]:

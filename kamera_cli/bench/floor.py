@@ -12,6 +12,7 @@ import torch
 
 from kamera_cli.bench.results import Table
 from kamera_cli.bench.timing import timed
+from kamera_cli.model.compat import decoder_of
 from kamera_cli.text import format_bytes, format_ms, format_number
 from kamera_store import codec
 from kamera_store.keys import checksum64
@@ -42,14 +43,13 @@ def measure_floor(runner: ModelRunner, point: Point) -> dict:
     copy, checksum, decode = _copy_speed(runner.device), _checksum_speed(), _decode_speed(runner)
     host = _copy_speed(torch.device("cpu"))
     flops = _matmul_speed(runner.device, runner.dtype)
-    decoder = runner.model.model.language_model if runner.architecture.has_vision else runner.model.model
+    decoder = decoder_of(runner.model)
     weights = sum(weight.numel() for name, weight in decoder.named_parameters() if "embed_tokens" not in name)
-    query_heads = decoder.config.num_attention_heads * runner.family.head_dim
-    layers = runner.family.num_layers
+    per_pair = decoder.config.num_attention_heads * runner.family.width_per_pair * runner.family.num_layers
 
     def operations(new: int, cached: int) -> int:
         pairs = new * cached + new * (new + 1) // 2
-        return 2 * weights * new + 4 * layers * query_heads * pairs
+        return 2 * weights * new + 2 * per_pair * pairs
 
     question, context = point.question_tokens, point.num_tokens + runner.preamble.num_tokens
     work = {
@@ -128,7 +128,7 @@ def _decode_speed(runner: ModelRunner) -> float:
         min(100, runner.model.get_input_embeddings().weight.shape[0]), (512,), generator=generator
     )
     layer = runner.prefill_captured([runner.text_segment(ids)])[0][-1]
-    tensor = to_bytes("keys", layer.keys, layer=0)
+    tensor = to_bytes("keys", layer.rotary, layer=0)
     encoded = codec.encode(tensor)
     info = encoded.info(tensor, 0)
     stored = _joined(encoded)

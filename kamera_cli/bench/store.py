@@ -15,7 +15,7 @@ from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, long_video
 from kamera_cli.bench.results import SuiteResult, Table
 from kamera_cli.bench.timing import Samples, take_turns
 from kamera_cli.engine import Engine
-from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.families.family import LayerKV
 from kamera_cli.results import Progress
 from kamera_cli.settings import Settings
 from kamera_cli.text import format_bytes
@@ -70,7 +70,7 @@ def _real_layers(
 def _tensors(layers: Sequence[LayerKV], dtype: torch.dtype, codec: str) -> list[TensorBytes]:
     parts = []
     for number, layer in enumerate(layers):
-        for name, tensor in (("keys", layer.keys), ("values", layer.values)):
+        for name, tensor in (("keys", layer.rotary), ("values", layer.plain)):
             parts.append(replace(to_bytes(name, tensor.to(dtype), layer=number), codec=codec))
     return parts
 

@@ -43,7 +43,13 @@ def model_inputs(
         else:
             frames = torch.from_numpy(chunk.frames)
             try:
-                inputs = runner.media_inputs(chunk.kind, frames, fps=chunk.fps, max_pixels=options.max_pixels)
+                inputs = runner.media_inputs(
+                    chunk.kind,
+                    frames,
+                    fps=chunk.fps,
+                    max_pixels=options.max_pixels,
+                    start_s=chunk.start_s or 0.0,
+                )
             except ValueError as error:
                 raise MediaError(path, f"the model's processor refuses it: {error}") from error
             yield chunk, inputs
@@ -176,13 +182,11 @@ class _Encoder:
 
 
 def chunk_bytes(runner: ModelRunner, num_tokens: int) -> int:
-    """Raw bytes of a chunk: embeddings, keys and values of every layer, ids and positions."""
-    family = runner.family
+    """Raw bytes of a chunk: embeddings, the two tensors of every layer, ids and positions."""
     item = torch.empty((), dtype=runner.dtype).element_size()
-    kv = 2 * family.num_layers * family.num_kv_heads * family.head_dim
     hidden = runner.model.get_input_embeddings().weight.shape[1]
-    num_axes = 3 if runner.architecture.has_vision else 1
-    return num_tokens * ((kv + hidden) * item + 8 * (1 + num_axes))
+    num_axes = 3 if runner.mrope else 1
+    return num_tokens * ((runner.family.token_values() + hidden) * item + 8 * (1 + num_axes))
 
 
 def _meta(engine: Engine, path: str, info: SourceInfo, chunk: MediaChunk, options: IngestOptions) -> dict:

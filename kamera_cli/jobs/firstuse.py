@@ -11,7 +11,7 @@ import torch
 from kamera_cli.generate import next_token_kl
 from kamera_cli.jobs.patches import Part, PatchOptions, probe_logits
 from kamera_cli.library import Library
-from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.operator.patch import form
 from kamera_store.errors import DamagedError, NoRoomError, ReadOnlyError

@@ -21,7 +21,7 @@ from kamera_cli.jobs.common import (
     require_record,
 )
 from kamera_cli.library import Library
-from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.loading import DTYPES
 from kamera_cli.model.runner import ModelRunner

@@ -17,7 +17,7 @@ from kamera_cli.jobs.firstuse import keep_patches
 from kamera_cli.jobs.reading import Reading, read_and_assemble
 from kamera_cli.library import Library, identity_of
 from kamera_cli.model.compat import DynamicCache
-from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.operator.plan import Action, Offer, Plan, Reuse, Wanted, plan
 from kamera_cli.results import ChunkReceipt, QueryResult, Stages

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kamera_cli.library import Library, as_layer, as_patch
+from kamera_cli.library import Library
 from kamera_cli.model.compat import DynamicCache
-from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.operator.patch import LayerPatch
@@ -97,10 +97,10 @@ def _layers(
         read = time.perf_counter()
         decoded = [piece.decode() for piece in fetched]
         decompressed = time.perf_counter()
-        canonical = [as_layer(tensors, library.device) for tensors in decoded[: len(records)]]
+        canonical = [library.as_layer(tensors) for tensors in decoded[: len(records)]]
         factors = iter(decoded[len(records) :])
         restored = [
-            None if patch is None else as_patch(next(factors), patch.meta["energy"][layer], library.device)
+            None if patch is None else library.as_patch(next(factors), patch.meta["energy"][layer])
             for patch in patches
         ]
         clock.read += read - started

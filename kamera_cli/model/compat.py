@@ -24,12 +24,17 @@ __all__ = [
     "AutoTokenizer",
     "DynamicCache",
     "VideoMetadata",
-    "apply_rotary",
+    "body_of",
     "cache_argument",
     "decoder_of",
     "fill_cache",
+    "keyword_names",
+    "own_function",
     "quiet_loading",
     "rope_index",
+    "rotary_table",
+    "steps_apart",
+    "uses_mrope",
 ]
 
 
@@ -41,7 +46,29 @@ def quiet_loading() -> None:
 
 def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
     """The language-model stack (embeddings in, last hidden state out) inside a vision-language or text model."""
-    return getattr(model.model, "language_model", model.model)
+    base = body_of(model)
+    inner = getattr(base, "language_model", base)
+    return getattr(inner, "model", inner)
+
+
+def body_of(model: torch.nn.Module) -> torch.nn.Module:
+    """What merges pixels into embeddings and runs the decoder: the model without its head, where it has such a part."""
+    return getattr(model, "model", model)
+
+
+def keyword_names(module: torch.nn.Module) -> frozenset[str]:
+    """Arguments that a module's forward names; others would be handed on to who knows where."""
+    return frozenset(inspect.signature(module.forward).parameters)
+
+
+def steps_apart(model: torch.nn.Module) -> bool:
+    """Whether the index function expects each temporal step of a video as an item of its own, after a time stamp."""
+    return model.config.model_type.startswith("qwen3_vl")
+
+
+def uses_mrope(decoder: torch.nn.Module) -> bool:
+    """Whether positions have three axes (time, height, width)."""
+    return bool((getattr(decoder.config, "rope_parameters", None) or {}).get("mrope_section"))
 
 
 def cache_argument(decoder: torch.nn.Module) -> str:
@@ -49,9 +76,22 @@ def cache_argument(decoder: torch.nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
 
 
-def apply_rotary(attention: torch.nn.Module) -> Callable:
-    """The model's own ``apply_rotary_pos_emb(q, k, cos, sin)``, from the module that defines its attention."""
-    return sys.modules[type(attention).__module__].apply_rotary_pos_emb
+def own_function(attention: torch.nn.Module, name: str) -> Callable | None:
+    """A function of the module that defines an attention layer, such as its ``apply_rotary_pos_emb``."""
+    return getattr(sys.modules[type(attention).__module__], name, None)
+
+
+def rotary_table(
+    rotary: torch.nn.Module, like: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """A rotary module's table at (1, T) or (3, 1, T) positions: what its rotation function takes after q and k.
+
+    That is (cos, sin), or one complex tensor; code of the older convention indexes tables of all positions itself.
+    """
+    if "position_ids" in inspect.signature(rotary.forward).parameters:
+        table = rotary(like, positions)
+        return table if isinstance(table, tuple) else (table,)
+    return *rotary(like, seq_len=int(positions.max()) + 1), positions
 
 
 def fill_cache(layers: list[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from kamera_cli.errors import UsageError
 from kamera_cli.model.compat import VideoMetadata
-from kamera_cli.model.positions import RelativePositions, media_positions
+from kamera_cli.model.positions import RelativePositions, media_positions, text_positions
+
+TYPES = {"image": 1, "video": 2}
+"""Token types of placeholders; text is 0."""
+
+_NOT_TENSORS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "num_chunks_per_video"}
 
 
 @dataclass(frozen=True)
@@ -18,6 +26,8 @@ class ChunkInputs:
     ----------
     token_ids : torch.Tensor
         (T,) int64.
+    token_types : torch.Tensor
+        (T,) 0, 1, 2 for text, image and video tokens.
     tensors : dict
         The processor's output tensors (pixels, grids, seconds per grid step); empty for text.
     positions : RelativePositions
@@ -36,15 +46,51 @@ class ChunkInputs:
 
 
 @dataclass(frozen=True)
+class Deepstack:
+    """Visual features that the first decoder layers add to their outputs (Qwen3-VL).
+
+    Attributes
+    ----------
+    at : torch.Tensor
+        (N,) int64, ascending: the tokens of the segment that receive them.
+    features : torch.Tensor
+        (L_d, N, hidden): one set for each of the first L_d layers.
+    """
+
+    at: torch.Tensor
+    features: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Segment:
     """A span of a prompt that is to be prefilled: embeddings (T, hidden) and positions relative to its own start."""
 
     embeddings: torch.Tensor
     positions: RelativePositions
+    deepstack: Deepstack | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.embeddings.shape[0]
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Decoded pixels of one image or video chunk.
+
+    Attributes
+    ----------
+    pixels : torch.Tensor
+        uint8 RGB, (N, H, W, 3) for a video, (H, W, 3) for an image.
+    fps : float or None
+        The rate at which the frames really were sampled.
+    start_s : float
+        Where the chunk begins in its video; models that write time stamps read it.
+    """
+
+    pixels: torch.Tensor
+    fps: float | None = None
+    start_s: float = 0.0
 
 
 def media_inputs(
@@ -52,9 +98,10 @@ def media_inputs(
     processor: object,
     block: str,
     kind: str,
-    frames: torch.Tensor,
+    frames: Frames,
     *,
-    fps: float | None,
+    placeholders: Mapping[str, int],
+    mrope: bool,
     max_pixels: int | None,
 ) -> ChunkInputs:
     """Run a checkpoint's processor on one image or video chunk.
@@ -63,30 +110,38 @@ def media_inputs(
     ----------
     block : str
         The chat template's text of one such item, with a single placeholder token.
-    frames : torch.Tensor
-        uint8 RGB, (N, H, W, 3) for a video, (H, W, 3) for an image.
-    fps : float or None
-        The rate at which the frames really were sampled; handed on as metadata, since the processor otherwise
-        assumes 24 fps.
+    placeholders : mapping
+        Token id that stands for pixels, by kind.
     max_pixels : int or None
         Upper bound of pixels per frame after resizing; None keeps the checkpoint's own.
+
+    Raises
+    ------
+    UsageError
+        ``max_pixels`` for a processor that brings every picture to one fixed size.
     """
     options: dict = {"return_tensors": "pt", "text_kwargs": {"add_special_tokens": False}}
     part = processor.image_processor if kind == "image" else processor.video_processor
     sizing = {} if max_pixels is None else {"size": _size_within(part.size, max_pixels)}
     if kind == "image":
-        options |= {"images": [frames.permute(2, 0, 1)], "images_kwargs": sizing}
+        options |= {"images": [frames.pixels.permute(2, 0, 1)], "images_kwargs": sizing}
     else:
-        num_frames = frames.shape[0]
-        metadata = VideoMetadata(total_num_frames=num_frames, fps=fps, frames_indices=list(range(num_frames)))
         options |= {
-            "videos": [frames.permute(0, 3, 1, 2)],
-            "videos_kwargs": {"do_sample_frames": False, "video_metadata": [metadata], **sizing},
+            "videos": [frames.pixels.permute(0, 3, 1, 2)],
+            "videos_kwargs": {"do_sample_frames": False, "video_metadata": [_metadata(frames)], **sizing},
         }
     output = processor(text=[block], **options)
-    token_ids, token_types = output["input_ids"][0], output["mm_token_type_ids"][0]
-    skipped = {"input_ids", "attention_mask", "mm_token_type_ids"}
-    tensors = {name: torch.as_tensor(value) for name, value in output.items() if name not in skipped}
+    token_ids = torch.as_tensor(output["input_ids"])[0]
+    token_types = _token_types(output, token_ids, placeholders)
+    tensors = {
+        name: torch.as_tensor(value)
+        for name, value in output.items()
+        if name not in _NOT_TENSORS and isinstance(value, torch.Tensor | np.ndarray | list)
+    }
+    if not mrope:
+        return ChunkInputs(
+            kind, token_ids, token_types, tensors, text_positions(token_ids.numel(), mrope=False)
+        )
     positions = media_positions(
         model, token_ids, token_types,
         image_grid=tensors.get("image_grid_thw"), video_grid=tensors.get("video_grid_thw"),
@@ -95,6 +150,53 @@ def media_inputs(
     return ChunkInputs(kind, token_ids, token_types, tensors, positions)
 
 
+def joined_tensors(parts: list[ChunkInputs], accepted: frozenset[str]) -> dict[str, torch.Tensor] | None:
+    """Media arguments of one forward over several chunks; None when their tensors cannot stand in one batch.
+
+    Pictures that were cut into differing numbers of tiles, (1, tiles, ...), are filled up with zeros: the model reads
+    from ``image_sizes`` how many tiles of each are real.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    for part in parts:
+        for name, tensor in part.tensors.items():
+            if name in accepted:
+                found.setdefault(name, []).append(tensor)
+    joined = {}
+    for name, tensors in found.items():
+        if name == "pixel_values" and "image_sizes" in found:
+            most = max(tensor.shape[1] for tensor in tensors)
+            tensors = [_filled(tensor, most) for tensor in tensors]
+        if len({tensor.shape[1:] for tensor in tensors}) > 1:
+            return None
+        joined[name] = torch.cat(tensors)
+    return joined
+
+
+def _filled(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    missing = tensor.new_zeros(tensor.shape[0], length - tensor.shape[1], *tensor.shape[2:])
+    return torch.cat([tensor, missing], dim=1)
+
+
+def _metadata(frames: Frames) -> VideoMetadata:
+    """Real rate and place in the video: a processor otherwise assumes 24 fps and time zero."""
+    num_frames = frames.pixels.shape[0]
+    first = round(frames.start_s * (frames.fps or 0))
+    # The total is that of the chunk: processors take the ratio of indices to it for a second sampling.
+    indices = list(range(first, first + num_frames))
+    return VideoMetadata(total_num_frames=num_frames, fps=frames.fps, frames_indices=indices)
+
+
+def _token_types(output: Mapping, token_ids: torch.Tensor, placeholders: Mapping[str, int]) -> torch.Tensor:
+    if "mm_token_type_ids" in output:
+        return torch.as_tensor(output["mm_token_type_ids"])[0]
+    types = torch.zeros_like(token_ids)
+    for kind, token_id in placeholders.items():
+        types[token_ids == token_id] = TYPES[kind]
+    return types
+
+
 def _size_within(size: object, max_pixels: int) -> dict[str, int]:
     bounds = dict(size)
+    if not {"shortest_edge", "longest_edge"} <= {name for name, value in bounds.items() if value is not None}:
+        raise UsageError("--max-pixels: this model's processor brings every picture to its own fixed size")
     return {"shortest_edge": min(bounds["shortest_edge"], max_pixels), "longest_edge": max_pixels}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kamera_cli.model.compat import rope_index
+from kamera_cli.model.compat import rope_index, steps_apart
 from kamera_store.keys import fingerprint_digest
 
 
@@ -70,14 +70,15 @@ def probe(model: torch.nn.Module, *, mrope: bool, token_ids: dict[str, int]) -> 
     """
     if not mrope:
         return "rope"
-    grid_4x4 = torch.tensor([[4, 4, 4]])
+    grid_4x4, apart = torch.tensor([[4, 4, 4]]), steps_apart(model)
     cases = {}
     for name, kinds in {"image": [1], "video": [2], "videos": [2, 2], "video_image": [2, 1]}.items():
         types, ids = [0], [0]
         for kind in kinds:
-            num_tokens = 6 if kind == 1 else 16
-            types += [kind] * num_tokens + [0]
-            ids += [token_ids["image" if kind == 1 else "video"]] * num_tokens + [0]
+            runs = [6] if kind == 1 else [4] * 4 if apart else [16]
+            for num_tokens in runs:
+                types += [kind] * num_tokens + [0]
+                ids += [token_ids["image" if kind == 1 else "video"]] * num_tokens + [0]
         num_videos = kinds.count(2)
         positions = rope_index(
             model,

@@ -8,14 +8,31 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from kamera_cli.errors import UsageError
-from kamera_cli.model.compat import DynamicCache, cache_argument, decoder_of
-from kamera_cli.model.families.gqa import GQA, Capture, LayerKV
-from kamera_cli.model.inputs import ChunkInputs, Segment, media_inputs
+from kamera_cli.model.compat import (
+    DynamicCache,
+    body_of,
+    cache_argument,
+    decoder_of,
+    keyword_names,
+    uses_mrope,
+)
+from kamera_cli.model.families import family_of
+from kamera_cli.model.families.family import Capture, LayerKV
+from kamera_cli.model.inputs import (
+    ChunkInputs,
+    Deepstack,
+    Frames,
+    Segment,
+    joined_tensors,
+    media_inputs,
+)
 from kamera_cli.model.loading import LoadedModel
 from kamera_cli.model.positions import probe, text_positions
 from kamera_cli.model.prompt import prompt_format
@@ -23,9 +40,9 @@ from kamera_cli.model.prompt import prompt_format
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """Embeddings as the decoder receives them, (T, hidden), and canonical KV per layer."""
+    """A chunk as the decoder receives it, and its canonical KV per layer."""
 
-    embeddings: torch.Tensor
+    segment: Segment
     layers: list[LayerKV]
     vision_ms: float
     prefill_ms: float
@@ -43,11 +60,23 @@ class Reencoded:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Received:
+    """What reached the decoder of a whole prompt: embeddings (T, hidden) and deepstack features, if any."""
+
     embeddings: torch.Tensor
+    deepstack: Deepstack | None
+
+
+@dataclass(frozen=True)
+class _Run:
+    received: _Received
     hidden: torch.Tensor
     vision_ms: float
     prefill_ms: float
+
+
+class _ReachedDecoder(Exception):
+    """Ends a forward that was wanted for its vision part alone."""
 
 
 class ModelRunner:
@@ -55,7 +84,7 @@ class ModelRunner:
 
     Attributes
     ----------
-    family : GQA
+    family : AttentionFamily
     preamble : Segment
         Stands at position 0 of every prompt, exactly once.
     preamble_layers : list of LayerKV
@@ -69,12 +98,12 @@ class ModelRunner:
         self.model, self.tokenizer, self.processor = loaded.model, loaded.tokenizer, loaded.processor
         self.device, self.dtype = loaded.device, loaded.dtype
         self.architecture = loaded.checkpoint.architecture
-        self.family = GQA(self.model)
         self.vision_calls = 0
-        self._decoder = decoder_of(self.model)
+        self._decoder, self._body = decoder_of(self.model), body_of(self.model)
         self._cache_argument = cache_argument(self._decoder)
         self._head = self.model.get_output_embeddings()
-        self._mrope = self.architecture.has_vision
+        self.mrope = uses_mrope(self._decoder)
+        self.family = family_of(self._decoder, self._own_cache())
         self.prompt = prompt_format(
             self.processor or self.tokenizer,
             media=self.architecture.media,
@@ -93,19 +122,24 @@ class ModelRunner:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Token ids that end an answer."""
-        eos = self.model.generation_config.eos_token_id
+        eos = getattr(self.model.generation_config, "eos_token_id", None)
         eos = self.tokenizer.eos_token_id if eos is None else eos
         return tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
 
     def probe_positions(self) -> str:
         """Digest of what the installed model's position function answers (`kamera_cli.model.positions.probe`)."""
-        return probe(self.model, mrope=self._mrope, token_ids=self._placeholders)
+        return probe(self.model, mrope=self.mrope, token_ids=self._placeholders)
 
     @property
     def _placeholders(self) -> dict[str, int]:
         """Token ids that stand for media, by kind."""
-        config, names = self.model.config, {"image": "image_token_id", "video": "video_token_id"}
-        return {kind: getattr(config, name) for kind, name in names.items() if hasattr(config, name)}
+        config = self.model.config
+        names = {"image": ("image_token_id", "media_placeholder_token_id"), "video": ("video_token_id",)}
+        found = {
+            kind: next((name for name in known if hasattr(config, name)), None)
+            for kind, known in names.items()
+        }
+        return {kind: getattr(config, name) for kind, name in found.items() if name is not None}
 
     def synchronize(self) -> None:
         """Wait for the device, so that a clock read next counts finished work."""
@@ -140,15 +174,21 @@ class ModelRunner:
 
     def text_segment(self, token_ids: torch.Tensor) -> Segment:
         """A prefillable span of plain text."""
-        return Segment(self.embed(token_ids), text_positions(token_ids.numel(), mrope=self._mrope))
+        return Segment(self.embed(token_ids), text_positions(token_ids.numel(), mrope=self.mrope))
 
     def text_inputs(self, token_ids: torch.Tensor) -> ChunkInputs:
         """Model inputs of a text chunk."""
-        positions = text_positions(token_ids.numel(), mrope=self._mrope)
+        positions = text_positions(token_ids.numel(), mrope=self.mrope)
         return ChunkInputs("text", token_ids, torch.zeros_like(token_ids), {}, positions)
 
     def media_inputs(
-        self, kind: str, frames: torch.Tensor, *, fps: float | None, max_pixels: int | None
+        self,
+        kind: str,
+        pixels: torch.Tensor,
+        *,
+        fps: float | None,
+        max_pixels: int | None,
+        start_s: float = 0.0,
     ) -> ChunkInputs:
         """Run the checkpoint's processor on one image or video chunk; see `kamera_cli.model.inputs.media_inputs`.
 
@@ -157,10 +197,13 @@ class ModelRunner:
         UsageError
             The checkpoint has no processor part for this kind.
         """
-        if self.processor is None or kind not in self.prompt.blocks:
-            raise UsageError(f"model {self.loaded.checkpoint.label} does not take {kind} input")
-        block = self.prompt.blocks[kind]
-        return media_inputs(self.model, self.processor, block, kind, frames, fps=fps, max_pixels=max_pixels)
+        part = getattr(self.processor, f"{kind}_processor", None)
+        if part is None or kind not in self.prompt.blocks:
+            raise UsageError(f"model {self.loaded.checkpoint.label} has no processor for {kind} input")
+        return media_inputs(
+            self.model, self.processor, self.prompt.blocks[kind], kind, Frames(pixels, fps, start_s),
+            placeholders=self._placeholders, mrope=self.mrope, max_pixels=max_pixels,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def encode(self, chunk: ChunkInputs) -> EncodedChunk:
@@ -172,7 +215,8 @@ class ModelRunner:
             run = self._from_inputs([chunk], cache=None)
         start = self.preamble.num_tokens
         layers = seen.layers(start, start + chunk.num_tokens)
-        return EncodedChunk(run.embeddings[start:].clone(), layers, run.vision_ms, run.prefill_ms)
+        segment = _segment(run.received, start, chunk)
+        return EncodedChunk(segment, layers, run.vision_ms, run.prefill_ms)
 
     @torch.inference_mode()
     def reencode(self, chunks: list[ChunkInputs], question_ids: torch.Tensor) -> Reencoded:
@@ -198,51 +242,108 @@ class ModelRunner:
             offset += part.positions.span
         ids = torch.cat([part.token_ids for part in parts]).to(self.device)
         joined = torch.cat(positions, dim=-1).to(self.device)
-        media: dict[str, list[torch.Tensor]] = {}
-        for part in parts:
-            for name, tensor in part.tensors.items():
-                media.setdefault(name, []).append(tensor)
         self.synchronize()
         started = time.perf_counter()
-        if not media:
+        if not any(part.tensors for part in parts):
             embeddings = self.embed(ids)
             hidden = self._forward(embeddings, joined, cache)
             self.synchronize()
-            return _Run(embeddings, hidden, 0.0, 1e3 * (time.perf_counter() - started))
+            return _Run(_Received(embeddings, None), hidden, 0.0, 1e3 * (time.perf_counter() - started))
+        media = joined_tensors(parts, keyword_names(self._body))
+        if media is None:
+            return self._piecewise(parts, joined, cache)
         reached: dict = {}
-
-        owner = threading.get_ident()
-
-        def keep(_module: torch.nn.Module, _args: tuple, kwargs: dict) -> None:
-            if threading.get_ident() != owner:
-                return
-            self.synchronize()
-            reached.update(embeddings=kwargs["inputs_embeds"][0], at=time.perf_counter())
-
-        self.vision_calls += 1
-        handle = self._decoder.register_forward_pre_hook(keep, with_kwargs=True)
-        try:
-            output = self.model.model(
-                input_ids=ids[None],
-                attention_mask=torch.ones_like(ids)[None],
-                position_ids=joined[:, None],
-                mm_token_type_ids=torch.cat([part.token_types for part in parts])[None].to(self.device),
-                use_cache=cache is not None,
-                **{name: torch.cat(tensors).to(self.device) for name, tensors in media.items()},
-                **{self._cache_argument: cache},
-            )
-        finally:
-            handle.remove()
+        with self._at_decoder(reached):
+            self._run_body(parts, ids, joined, media, cache)
         self.synchronize()
         finished = time.perf_counter()
         vision_ms, prefill_ms = 1e3 * (reached["at"] - started), 1e3 * (finished - reached["at"])
-        return _Run(reached["embeddings"], output.last_hidden_state[0], vision_ms, prefill_ms)
+        return _Run(reached["received"], reached["hidden"], vision_ms, prefill_ms)
+
+    def _piecewise(
+        self, parts: list[ChunkInputs], positions: torch.Tensor, cache: DynamicCache | None
+    ) -> _Run:
+        """Vision tower chunk by chunk, for pixels that cannot stand in one batch; then one prefill of everything."""
+        started = time.perf_counter()
+        segments = [self._seen(part) for part in parts]
+        self.synchronize()
+        encoded = time.perf_counter()
+        embeddings, deepstack = _joined_inputs(segments)
+        hidden = self._forward(embeddings, positions, cache, deepstack)
+        self.synchronize()
+        vision_ms, prefill_ms = 1e3 * (encoded - started), 1e3 * (time.perf_counter() - encoded)
+        return _Run(_Received(embeddings, deepstack), hidden, vision_ms, prefill_ms)
+
+    def _seen(self, part: ChunkInputs) -> Segment:
+        """A chunk as the decoder would receive it; the decoder itself does not run."""
+        if not part.tensors:
+            return Segment(self.embed(part.token_ids), part.positions)
+        reached: dict = {}
+        ids, positions = part.token_ids.to(self.device), part.positions.at(0).to(self.device)
+        try:
+            with self._at_decoder(reached, stop=True):
+                self._run_body(
+                    [part], ids, positions, joined_tensors([part], keyword_names(self._body)), None
+                )
+        except _ReachedDecoder:
+            return _segment(reached["received"], 0, part)
+        raise AssertionError("the model's body never called its decoder")
+
+    def _run_body(
+        self,
+        parts: list[ChunkInputs],
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        media: dict[str, torch.Tensor],
+        cache: DynamicCache | None,
+    ) -> None:
+        self.vision_calls += 1
+        options: dict = {name: tensor.to(self.device) for name, tensor in media.items()}
+        if "mm_token_type_ids" in keyword_names(self._body):
+            options["mm_token_type_ids"] = torch.cat([part.token_types for part in parts])[None].to(
+                self.device
+            )
+        self._body(
+            input_ids=ids[None],
+            attention_mask=torch.ones_like(ids)[None],
+            position_ids=_batched(positions),
+            use_cache=cache is not None,
+            **options,
+            **{self._cache_argument: cache},
+        )
+
+    @contextmanager
+    def _at_decoder(self, reached: dict, *, stop: bool = False) -> Iterator[None]:
+        """Note what this thread's forward hands to the decoder and what it gets back; ``stop`` ends it there."""
+        owner = threading.get_ident()
+
+        def before(_module: torch.nn.Module, _args: tuple, kwargs: dict) -> None:
+            if threading.get_ident() != owner:
+                return
+            self.synchronize()
+            reached.update(received=_received(kwargs), at=time.perf_counter())
+            if stop:
+                raise _ReachedDecoder
+
+        def after(_module: torch.nn.Module, _args: tuple, output: object) -> None:
+            if threading.get_ident() == owner:
+                reached["hidden"] = output[0][0]
+
+        handles = (
+            self._decoder.register_forward_pre_hook(before, with_kwargs=True),
+            self._decoder.register_forward_hook(after),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @torch.inference_mode()
     def prefill_captured(self, segments: list[Segment]) -> list[list[LayerKV]]:
         """One cold prefill over the segments in order; position-free KV of each, as it was conditioned there."""
         with self.family.capture() as seen:
-            self._forward(*self._joined(segments), cache=None)
+            self._prefill(segments, cache=None)
         return self._cut(seen, segments)
 
     @torch.inference_mode()
@@ -259,11 +360,10 @@ class ModelRunner:
             Position-free KV per segment and layer.
         next_position : int
         """
-        embeddings, positions, next_position = self._joined_with_end(segments)
         cache = DynamicCache()
         with self.family.capture() as seen:
-            logits = self._head(self._forward(embeddings, positions, cache=cache)[-1])
-        return cache, logits, self._cut(seen, segments), next_position
+            hidden, next_position = self._prefill(segments, cache)
+        return cache, self._head(hidden[-1]), self._cut(seen, segments), next_position
 
     @torch.inference_mode()
     def extend(self, cache: DynamicCache, embeddings: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -272,33 +372,44 @@ class ModelRunner:
 
     def positions_from(self, start: int, num_tokens: int) -> torch.Tensor:
         """Positions of ``num_tokens`` text tokens from ``start``: (3, n) for M-RoPE, (n,) for RoPE."""
-        return text_positions(num_tokens, mrope=self._mrope).at(start)
+        return text_positions(num_tokens, mrope=self.mrope).at(start)
 
     def _forward(
-        self, embeddings: torch.Tensor, positions: torch.Tensor, cache: DynamicCache | None
+        self,
+        embeddings: torch.Tensor,
+        positions: torch.Tensor,
+        cache: DynamicCache | None,
+        deepstack: Deepstack | None = None,
     ) -> torch.Tensor:
         """Last hidden states (T, hidden) of T new tokens after the cached ones."""
         num_cached = 0 if cache is None else cache.get_seq_length()
         mask = torch.ones(1, num_cached + embeddings.shape[0], dtype=torch.int64, device=self.device)
-        batched = positions[:, None] if positions.ndim == 2 else positions[None]
         output = self._decoder(
             inputs_embeds=embeddings[None],
-            position_ids=batched.to(self.device),
+            position_ids=_batched(positions).to(self.device),
             attention_mask=mask,
             use_cache=cache is not None,
             **{self._cache_argument: cache},
+            **_deepstack_arguments(deepstack, embeddings),
         )
         return output.last_hidden_state[0]
 
-    def _joined(self, segments: list[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._joined_with_end(segments)[:2]
-
-    def _joined_with_end(self, segments: list[Segment]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def _prefill(self, segments: list[Segment], cache: DynamicCache | None) -> tuple[torch.Tensor, int]:
+        """Last hidden states (T, hidden) over segments in order, and the position of the token that follows."""
         positions, offset = [], 0
         for segment in segments:
             positions.append(segment.positions.at(offset))
             offset += segment.positions.span
-        return torch.cat([segment.embeddings for segment in segments]), torch.cat(positions, dim=-1), offset
+        embeddings, deepstack = _joined_inputs(segments)
+        return self._forward(embeddings, torch.cat(positions, dim=-1), cache, deepstack), offset
+
+    def _own_cache(self) -> DynamicCache:
+        """What the decoder itself writes for one token."""
+        cache = DynamicCache()
+        one = text_positions(1, mrope=self.mrope)
+        with torch.inference_mode():
+            self._forward(self.embed(torch.zeros(1, dtype=torch.int64)), one.ids, cache)
+        return cache
 
     def _cut(self, seen: Capture, segments: list[Segment]) -> list[list[LayerKV]]:
         cut, start = [], 0
@@ -310,5 +421,48 @@ class ModelRunner:
     def _preamble_layers(self) -> list[LayerKV]:
         if self.preamble.num_tokens:
             return self.prefill_captured([self.preamble])[0]
-        nothing = self.preamble.embeddings.new_empty(0, self.family.num_kv_heads, self.family.head_dim)
-        return [LayerKV(nothing, nothing)] * self.family.num_layers
+        new = self.preamble.embeddings.new_empty
+        return [LayerKV(new(0, *rotary), new(0, *plain)) for rotary, plain in self.family.layer_shapes]
+
+
+def _batched(positions: torch.Tensor) -> torch.Tensor:
+    """(3, 1, T) of (3, T), or (1, T) of (T,)."""
+    return positions[:, None] if positions.ndim == 2 else positions[None]
+
+
+def _received(kwargs: dict) -> _Received:
+    """From the keyword arguments with which a body calls its decoder."""
+    features = kwargs.get("deepstack_visual_embeds")
+    if features is None:
+        return _Received(kwargs["inputs_embeds"][0], None)
+    at = kwargs["visual_pos_masks"][0].nonzero().flatten()
+    return _Received(kwargs["inputs_embeds"][0], Deepstack(at, torch.stack(list(features))))
+
+
+def _segment(received: _Received, start: int, chunk: ChunkInputs) -> Segment:
+    """The part of a prompt from token ``start`` on, copied; every visual token of the prompt lies in it."""
+    found = received.deepstack
+    deepstack = None if found is None else Deepstack(found.at - start, found.features.clone())
+    return Segment(received.embeddings[start:].clone(), chunk.positions, deepstack)
+
+
+def _joined_inputs(segments: list[Segment]) -> tuple[torch.Tensor, Deepstack | None]:
+    """Embeddings and deepstack features of segments that follow one another."""
+    found, start = [], 0
+    for segment in segments:
+        if segment.deepstack is not None:
+            found.append(Deepstack(segment.deepstack.at + start, segment.deepstack.features))
+        start += segment.num_tokens
+    embeddings = torch.cat([segment.embeddings for segment in segments])
+    if not found:
+        return embeddings, None
+    at, features = torch.cat([one.at for one in found]), torch.cat([one.features for one in found], dim=1)
+    return embeddings, Deepstack(at, features)
+
+
+def _deepstack_arguments(deepstack: Deepstack | None, embeddings: torch.Tensor) -> dict:
+    if deepstack is None:
+        return {}
+    mask = torch.zeros(1, embeddings.shape[0], dtype=torch.bool, device=embeddings.device)
+    mask[0, deepstack.at.to(mask.device)] = True
+    return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(deepstack.features)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kamera_cli.model.compat import DynamicCache
-from kamera_cli.model.families.gqa import GQA, LayerKV
+from kamera_cli.model.families.family import AttentionFamily, LayerKV
 from kamera_cli.model.positions import RelativePositions
 from kamera_cli.operator.patch import LayerPatch, add_into
 
@@ -49,7 +49,7 @@ def joined_positions(placed: list[Placed]) -> torch.Tensor:
 
 
 def patched_layer(parts: list[tuple[LayerKV, LayerPatch | None]], rank: int | None = None) -> LayerKV:
-    """K + U Vᵀ and V + U Vᵀ of one layer over all parts, still position-free, in fresh memory.
+    """Both tensors of one layer plus their U Vᵀ over all parts, still position-free, in fresh memory.
 
     Parameters
     ----------
@@ -59,22 +59,22 @@ def patched_layer(parts: list[tuple[LayerKV, LayerPatch | None]], rank: int | No
         Read only the first directions of each patch.
     """
     first = parts[0][0]
-    total = sum(layer.keys.shape[0] for layer, _ in parts)
-    keys = first.keys.new_empty(total, *first.keys.shape[1:])
-    values = first.values.new_empty(total, *first.values.shape[1:])
+    total = sum(layer.rotary.shape[0] for layer, _ in parts)
+    rotary = first.rotary.new_empty(total, *first.rotary.shape[1:])
+    plain = first.plain.new_empty(total, *first.plain.shape[1:])
     start = 0
     for layer, patch in parts:
-        end = start + layer.keys.shape[0]
-        keys_factors = None if patch is None else patch.keys.at_rank(rank)
-        values_factors = None if patch is None else patch.values.at_rank(rank)
-        add_into(keys[start:end].flatten(1), layer.keys.flatten(1), keys_factors)
-        add_into(values[start:end].flatten(1), layer.values.flatten(1), values_factors)
+        end = start + layer.rotary.shape[0]
+        rotary_factors = None if patch is None else patch.rotary.at_rank(rank)
+        plain_factors = None if patch is None else patch.plain.at_rank(rank)
+        add_into(rotary[start:end].flatten(1), layer.rotary.flatten(1), rotary_factors)
+        add_into(plain[start:end].flatten(1), layer.plain.flatten(1), plain_factors)
         start = end
-    return LayerKV(keys, values)
+    return LayerKV(rotary, plain)
 
 
 def assemble(
-    family: GQA,
+    family: AttentionFamily,
     layers: Iterable[list[tuple[LayerKV, LayerPatch | None]]],
     positions: torch.Tensor,
     rank: int | None = None,

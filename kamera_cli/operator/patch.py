@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from kamera_cli.errors import NotFiniteError, UsageError
-from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.families.family import LayerKV
 
 MAX_AUTO_RANK = 64
 """Largest rank that ``rank="auto"`` chooses."""
@@ -24,7 +24,7 @@ class Factors:
     u : torch.Tensor
         (m, T): row i is the i-th column of U, so a lower rank is the first rows. Carries the singular values.
     v : torch.Tensor
-        (m, W): W is the KV width H_kv · D; rows are orthonormal before rounding.
+        (m, W): W is the width H · D of the tensor; rows are orthonormal before rounding.
     """
 
     u: torch.Tensor
@@ -41,16 +41,17 @@ class Factors:
 
 @dataclass(frozen=True)
 class LayerPatch:
-    """Factors of the keys and of the values of one layer, and the share of energy ‖UVᵀ‖²/‖Δ‖² that each captures."""
+    """Factors of the rotary and of the plain tensor of one layer (`LayerKV`), and the share of energy ‖UVᵀ‖²/‖Δ‖² that
+    each captures."""
 
-    keys: Factors
-    values: Factors
-    keys_energy: float
-    values_energy: float
+    rotary: Factors
+    plain: Factors
+    rotary_energy: float
+    plain_energy: float
 
     @property
     def rank(self) -> int:
-        return max(self.keys.rank, self.values.rank)
+        return max(self.rotary.rank, self.plain.rank)
 
 
 def check_rank(rank: int | Literal["auto"], num_tokens: int) -> None:
@@ -96,13 +97,13 @@ def form(
 def _layer(
     after: LayerKV, alone: LayerKV, rank: int | str, energy: float, dtype: torch.dtype | None
 ) -> LayerPatch:
-    keys, keys_energy = factorise(residual(after.keys, alone.keys), rank, energy, dtype)
-    values, values_energy = factorise(residual(after.values, alone.values), rank, energy, dtype)
-    return LayerPatch(keys, values, keys_energy, values_energy)
+    rotary, rotary_energy = factorise(residual(after.rotary, alone.rotary), rank, energy, dtype)
+    plain, plain_energy = factorise(residual(after.plain, alone.plain), rank, energy, dtype)
+    return LayerPatch(rotary, plain, rotary_energy, plain_energy)
 
 
 def residual(after: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
-    """Δ as a float32 matrix (T, H_kv · D)."""
+    """Δ as a float32 matrix (T, H · D)."""
     return (after.float() - alone.float()).flatten(1)
 
 

@@ -82,5 +82,5 @@ def test_a_recalled_chunk_has_what_a_prefill_after_the_survivors_gives(engine):
     conditioned = runner.prefill_captured([library.segment(record) for record in records])[2]
     patch = library.patch_layers(engine.store.get(engine.store.patches_of(records[2].key)[0].key))
     for after, alone, layer in zip(conditioned, library.layers(records[2]), patch, strict=True):
-        restored = alone.keys.flatten(1) + layer.keys.u.T @ layer.keys.v
-        torch.testing.assert_close(restored, after.keys.flatten(1), rtol=1e-4, atol=1e-4)
+        restored = alone.rotary.flatten(1) + layer.rotary.u.T @ layer.rotary.v
+        torch.testing.assert_close(restored, after.rotary.flatten(1), rtol=1e-4, atol=1e-4)

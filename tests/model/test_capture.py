@@ -8,7 +8,7 @@ from plain_model import own_cache
 from tiny_models import FAMILIES, TEXT_FAMILIES
 from vision_inputs import clip, picture
 
-from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.families.family import LayerKV
 
 SHIFTS = (0, 1, 37, 300, 4097, 100_000)
 
@@ -29,7 +29,7 @@ def test_stored_text_kv_rotated_is_the_models_own_cache(runners, family, dtype):
     positions = runner.positions_from(start, 41)
     assert len(encoded.layers) == len(own) == 3
     for layer, theirs in zip(encoded.layers, own, strict=True):
-        assert layer.keys.dtype == runner.dtype
+        assert layer.rotary.dtype == runner.dtype
         ours = runner.family.cache([layer], positions).layers[0]
         assert torch.equal(ours.keys, theirs.keys[:, :, start:])
         assert torch.equal(ours.values, theirs.values[:, :, start:])
@@ -111,7 +111,7 @@ def test_key_norm_is_applied_once_and_before_rotation(runners, family):
     own = own_cache(runner.model, torch.cat([runner.preamble_ids, ids]))
     handle.remove()
     start = runner.preamble.num_tokens
-    stored = runner.encode(runner.text_inputs(ids)).layers[1].keys.norm(dim=-1)
+    stored = runner.encode(runner.text_inputs(ids)).layers[1].rotary.norm(dim=-1)
     cached = own[1].keys[0, :, start:].transpose(0, 1).norm(dim=-1)
     bare = seen["bare"][start:].reshape(19, 2, -1).norm(dim=-1)
     torch.testing.assert_close(stored, cached, rtol=1e-5, atol=1e-5)
@@ -121,9 +121,9 @@ def test_key_norm_is_applied_once_and_before_rotation(runners, family):
 def test_rotating_does_not_change_what_is_stored(runners):
     runner = runners("qwen3")
     stored = runner.encode(runner.text_inputs(text_ids(runner, 9))).layers
-    before = [LayerKV(layer.keys.clone(), layer.values.clone()) for layer in stored]
+    before = [LayerKV(layer.rotary.clone(), layer.plain.clone()) for layer in stored]
     cache = runner.family.cache(stored, runner.positions_from(5, 9))
     runner.extend(cache, runner.embed(torch.tensor([9, 10])), runner.positions_from(14, 2))
     for layer, kept in zip(stored, before, strict=True):
-        assert torch.equal(layer.keys, kept.keys) and torch.equal(layer.values, kept.values)
+        assert torch.equal(layer.rotary, kept.rotary) and torch.equal(layer.plain, kept.plain)
     assert cache.get_seq_length() == 11

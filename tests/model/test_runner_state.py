@@ -22,9 +22,8 @@ def chunks_of(runner) -> list:
 
 
 def segments_of(runner, chunks) -> list:
-    from kamera_cli.model.inputs import Segment
 
-    return [runner.preamble, *(Segment(runner.encode(chunk).embeddings, chunk.positions) for chunk in chunks)]
+    return [runner.preamble, *(runner.encode(chunk).segment for chunk in chunks)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,7 +66,7 @@ def test_a_rope_delta_of_an_earlier_call_changes_nothing(runners):
         more = runner.extend(
             run.cache, runner.embed(question), runner.positions_from(run.next_position, len(question))
         )
-        return [encoded.embeddings, *(layer.keys for layer in encoded.layers), run.logits, more]
+        return [encoded.segment.embeddings, *(layer.rotary for layer in encoded.layers), run.logits, more]
 
     results = []
     for delta in (None, torch.tensor([[-7]]), torch.tensor([[500]])):
@@ -131,7 +130,7 @@ def test_a_capture_does_not_hear_another_threads_forward(runners):
         for _ in range(15):
             found = runner.prefill_captured([runner.preamble, texts[index]])
             for ours, theirs in zip(found[1], expected[index][1], strict=True):
-                if not (torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)):
+                if not (torch.equal(ours.rotary, theirs.rotary) and torch.equal(ours.plain, theirs.plain)):
                     wrong.append(index)
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(texts))]

@@ -8,7 +8,8 @@ from tiny_models import FAMILIES, write_passage
 
 from kamera_cli import selftest
 from kamera_cli.errors import NotFiniteError, RefusedError
-from kamera_cli.model.families.gqa import GQA, LayerKV
+from kamera_cli.model.families.family import LayerKV
+from kamera_cli.model.families.gqa import GQA
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.patch import Factors, LayerPatch
 
@@ -34,21 +35,19 @@ def test_sound_models_pass(runners, family, dtype):
 
 def test_keys_before_the_key_norm_fail(runners, monkeypatch):
     runner = runners("qwen3")
-    real = GQA._store
+    real = GQA.hooked
 
-    def bare(self, into, layer):
-        """Record the input of the norm in the place of its output."""
-        hook = real(self, into, layer)
-        return lambda module, inputs, output: hook(
-            module, inputs, inputs[0] if "Norm" in type(module).__name__ else output
-        )
+    def bare(self, attention):
+        """Record the projection in the place of the norm's output."""
+        (_, select), values = real(self, attention)
+        return (attention.k_proj, select), values
 
-    monkeypatch.setattr(GQA, "_store", bare)
+    monkeypatch.setattr(GQA, "hooked", bare)
     assert CAPTURE in failed(runner)
 
 
 def swapped_values(self, layers, positions, real=GQA.cache):
-    return real(self, (LayerKV(layer.keys, layer.values.flip(0)) for layer in layers), positions)
+    return real(self, (LayerKV(layer.rotary, layer.plain.flip(0)) for layer in layers), positions)
 
 
 def shifted_keys(self, layers, positions, real=GQA.cache):
@@ -73,7 +72,7 @@ def test_patches_that_restore_half_fail(runners, monkeypatch):
             return Factors(factors.u / 2, factors.v)
 
         return [
-            LayerPatch(half(patch.keys), half(patch.values), 1.0, 1.0)
+            LayerPatch(half(patch.rotary), half(patch.plain), 1.0, 1.0)
             for patch in real(*arguments, **options)
         ]
 
@@ -92,7 +91,7 @@ def test_embeddings_that_lost_the_picture_fail(runners, monkeypatch):
 
     def blank(self, chunk):
         encoded = real(self, chunk)
-        encoded.embeddings[1:-1] = 0
+        encoded.segment.embeddings[1:-1] = 0
         return encoded
 
     monkeypatch.setattr(ModelRunner, "encode", blank)

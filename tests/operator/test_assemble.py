@@ -9,7 +9,7 @@ import torch
 from plain_model import own_cache
 from tiny_models import FAMILIES, passage
 
-from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator.assemble import assemble, joined_positions, patched_layer, place
 from kamera_cli.operator.patch import Factors, LayerPatch, form
 
@@ -40,13 +40,13 @@ def test_each_part_gets_its_own_patch_in_order(dtype, rank):
         None if many is None else random_patch(size, many, 10 + seed)
         for seed, (size, many) in enumerate(zip(sizes, ranks, strict=True))
     ]
-    kept = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
+    kept = [(layer.rotary.clone(), layer.plain.clone()) for layer in layers]
     whole = patched_layer(list(zip(layers, patches, strict=True)), rank)
     start = 0
     for layer, patch, size in zip(layers, patches, sizes, strict=True):
         for ours, theirs, factors in (
-            (whole.keys, layer.keys, patch and patch.keys),
-            (whole.values, layer.values, patch and patch.values),
+            (whole.rotary, layer.rotary, patch and patch.rotary),
+            (whole.plain, layer.plain, patch and patch.plain),
         ):
             expected = theirs.double().flatten(1)
             if factors is not None:
@@ -55,16 +55,16 @@ def test_each_part_gets_its_own_patch_in_order(dtype, rank):
             found = ours[start : start + size].double().flatten(1)
             torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
         start += size
-    assert start == whole.keys.shape[0] == whole.values.shape[0]
+    assert start == whole.rotary.shape[0] == whole.plain.shape[0]
     for layer, (keys, values) in zip(layers, kept, strict=True):
-        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+        assert torch.equal(layer.rotary, keys) and torch.equal(layer.plain, values)
 
 
 def test_assembled_parts_share_no_memory_with_what_is_stored():
     alone = random_layer(5, 1)
     whole = patched_layer([(alone, None)])
-    whole.keys.zero_()
-    assert alone.keys.abs().sum() > 0
+    whole.rotary.zero_()
+    assert alone.rotary.abs().sum() > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

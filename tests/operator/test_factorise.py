@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kamera_cli.errors import NotFiniteError, UsageError
-from kamera_cli.model.families.gqa import LayerKV
+from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator.patch import MAX_AUTO_RANK, add_into, check_rank, factorise, form
 
 SHAPES = [(200, 32), (32, 200), (48, 48), (1, 16), (16, 1), (512, 128), (128, 512)]
@@ -125,7 +125,7 @@ def test_patching_adds_in_single_precision_and_leaves_the_canonical_alone(dtype)
         0
     ]
     target = torch.empty(21, 16, dtype=dtype)
-    add_into(target, alone.flatten(1), patch.keys)
+    add_into(target, alone.flatten(1), patch.rotary)
     expected = after.flatten(1)
     ulp = torch.finfo(dtype).eps
     assert torch.allclose(target.float(), expected.float(), atol=1e-5, rtol=ulp)
