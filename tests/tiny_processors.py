@@ -36,7 +36,7 @@ _DEEPSEEK = (
     "{% if message['role'] == 'user' %}User: {% else %}Assistant: {% endif %}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for item in message['content'] %}"
     "{% if item['type'] == 'image' %}<image_placeholder>{% elif item['type'] == 'text' %}{{ item['text'] }}"
-    "{% endif %}{% endfor %}{% endif %}\n\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+    "{% endif %}{% endfor %}{% endif %}{{ '\n\n' }}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 _KIMI = (
     "{% for message in messages %}<|im_user|>{{ message['role'] }}<|im_middle|>"

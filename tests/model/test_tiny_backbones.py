@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 from tiny_backbones import BACKBONES, MEDIA, save_backbone
 from tiny_models import EOS, passage
 from transformers import (
@@ -24,8 +23,6 @@ from transformers import (
 from transformers.video_utils import VideoMetadata
 
 VISION = tuple(name for name in BACKBONES if MEDIA[name])
-KIMI_VIDEO = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24)
-"""transformers 5.17 splits Kimi's pooled video features by their unpooled length, and fails."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def backbone(request: pytest.FixtureRequest, backbones: Callable[[str], Loaded])
 
 def _arrangements(name: str) -> list[tuple[str, ...]]:
     found = [("image",), ("tall",), ("text", "image", "image"), ("image", "text", "tall")]
-    if "video" in MEDIA[name] and (name != "kimi_k25" or KIMI_VIDEO):
+    if "video" in MEDIA[name]:
         found += [("video",), ("video", "image", "text", "video")]
     return found
 
@@ -148,6 +145,15 @@ def test_attention_is_uniform(backbone: Loaded) -> None:
         last = layer[0, :, -1]
         bits = (last * (last * last.shape[-1]).clamp_min(1e-30).log()).sum(-1)
         assert bits.mean() > 0.2
+
+
+def test_what_stands_before_does_not_reach_the_last_token(backbone: Loaded) -> None:
+    before, other, after = (passage(20, seed) for seed in (1, 2, 3))
+    last = [
+        backbone.logits(backbone.text_inputs(f"{text} {after}"))[-1].log_softmax(-1)
+        for text in (before, other)
+    ]
+    assert (last[0].exp() * (last[0] - last[1])).sum() > 1e-2
 
 
 def test_every_answer_is_the_end_mark(backbone: Loaded) -> None:
