@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +15,15 @@ from typing import TYPE_CHECKING
 
 from kamera_cli.errors import NotFoundError, RefusedError
 from kamera_cli.model.architectures import Architecture, architecture_of
+from kamera_cli.model.config_rules import text_fields
+from kamera_cli.model.foreign_code import code_files, refuse_foreign_code
+from kamera_cli.model.weights import (
+    expected_shapes,
+    read_headers,
+    refuse_dtypes,
+    refuse_shapes,
+    weight_files,
+)
 from kamera_cli.tiny import model_path
 from kamera_store.keys import file_sha256, fingerprint_digest
 
@@ -39,6 +48,7 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "tiktoken.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
@@ -67,6 +77,21 @@ class Checkpoint:
     architecture: Architecture
     weight_files: tuple[Path, ...]
 
+    @property
+    def text(self) -> Mapping:
+        """Fields of the language model in ``config.json``."""
+        return text_fields(self.config, self.architecture.text)
+
+    @property
+    def num_layers(self) -> int | None:
+        """Decoder layers by ``config.json``; None where it leaves them to the model's class."""
+        return self.text.get("num_hidden_layers")
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether ``config.json`` says what integer or fp8 weights stand for."""
+        return any(part.get("quantization_config") is not None for part in (self.config, self.text))
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -94,14 +119,13 @@ def read_contents(
     """Take all digests of a checkpoint; weight hashes are remembered in the store, see `weights_digest`."""
     installed = {name: version(name) for name in ("transformers", "pillow")}
     templates = {"processor": _processor_template(checkpoint.path)}
-    code = {file.name: file_sha256(file) for file in sorted(checkpoint.path.glob("*.py"))}
     return Contents(
         weights=weights_digest(checkpoint, store, rehash=rehash, on_hash=on_hash),
         config=config_digest(checkpoint),
         tokenizer=fingerprint_digest(
             {"files": _files_digest(checkpoint.path, _TOKENIZER_FILES), **templates}
         ),
-        code=fingerprint_digest(code),
+        code=fingerprint_digest(code_files(checkpoint.path)),
         processor=fingerprint_digest(
             {"files": _files_digest(checkpoint.path, _PROCESSOR_FILES), **installed}
         ),
@@ -144,7 +168,8 @@ def open_checkpoint(model: str, *, trust_remote_code: bool = False) -> Checkpoin
     NotFoundError
         No such folder, and the hub id is not cached and cannot be fetched.
     RefusedError
-        Unsupported architecture, missing shard, pickled weights, or remote code without ``--trust-remote-code``.
+        Unsupported architecture; remote code without ``--trust-remote-code`` or from another repository; weights that
+        are missing, pickled, damaged, sharded over ranks, of mixed dtypes, or that contradict ``config.json``.
     """
     path = _locate(model)
     config_file = path / "config.json"
@@ -152,13 +177,16 @@ def open_checkpoint(model: str, *, trust_remote_code: bool = False) -> Checkpoin
         raise NotFoundError(f"model {model}: {path} has no config.json")
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise RefusedError(f"model {model}: config.json is not JSON ({error})") from error
-    if config.get("auto_map") and not trust_remote_code:
-        raise RefusedError(
-            f"model {model} runs its own Python code (auto_map); allow it with --trust-remote-code"
-        )
-    return Checkpoint(path, model, config, architecture_of(config), _weight_files(model, path))
+    architecture = architecture_of(config)
+    refuse_foreign_code(model, path, trusted=trust_remote_code, required=architecture.remote_code)
+    checkpoint = Checkpoint(path, model, config, architecture, weight_files(model, path))
+    tensors = read_headers(model, path, checkpoint.weight_files)
+    refuse_dtypes(model, tensors, quantised=checkpoint.is_quantised)
+    if not checkpoint.is_quantised:
+        refuse_shapes(model, tensors, expected_shapes(checkpoint.text, architecture.family), checkpoint.text)
+    return checkpoint
 
 
 def _locate(model: str) -> Path:
@@ -172,7 +200,7 @@ def _locate(model: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.py"]
+    wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.py"]
     try:
         return Path(snapshot_download(model, allow_patterns=wanted))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
@@ -180,21 +208,6 @@ def _locate(model: str) -> Path:
         raise NotFoundError(
             f"model {model} is neither a folder nor in the local cache, and was not fetched: {reason}"
         ) from error
-
-
-def _weight_files(model: str, path: Path) -> tuple[Path, ...]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        missing = [name for name in names if not (path / name).is_file()]
-        if missing:
-            raise RefusedError(
-                f"model {model}: {len(missing)} of {len(names)} weight files missing, first {missing[0]}"
-            )
-        return tuple(path / name for name in names)
-    if (path / "model.safetensors").is_file():
-        return (path / "model.safetensors",)
-    raise RefusedError(f"model {model}: no model.safetensors in {path} (pickled weights are not read)")
 
 
 def weights_digest(

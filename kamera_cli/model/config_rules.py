@@ -63,6 +63,9 @@ _ALWAYS_SLIDING = {"mistral": 4096}
 _FLAT = ("qwen2_vl", "qwen2_5_vl")
 """Vision models whose older checkpoints keep the language model's fields at the top level."""
 
+OWN_HEAD_DIM = ("glm4", "qwen3", "qwen3_vl_text")
+"""Model types whose class has a head_dim of its own where ``config.json`` names none."""
+
 _NEEDED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -220,11 +223,9 @@ def _refuse_sections(text: Mapping, sections: object, layout: str) -> None:
         if sections is not None:
             raise RefusedError("RoPE variant 'M-RoPE' is not supported for this architecture")
         return
-    if sections is None and layout == "M-RoPE interleaved":
-        return
     if not (_is_list(sections) and len(sections) == 3 and all(_is_size(size, 0) for size in sections)):
         raise RefusedError(f"config.json: mrope_section {sections!r} is not a list of three token counts")
-    width = _head_dim(text)
+    width = head_dim(text)
     if width and 2 * sum(sections) != width:
         raise RefusedError(
             f"config.json contradicts itself: mrope_section {sections} sums to {sum(sections)}, half the rotary "
@@ -256,21 +257,23 @@ def refuse_contradictions(text: Mapping, family: str) -> None:
         width, name = text["qk_rope_head_dim"], "qk_rope_head_dim"
     else:
         hidden = text.get("hidden_size")
-        if hidden and heads and not text.get("head_dim") and hidden % heads:
+        if hidden and heads and head_dim(text) and not text.get("head_dim") and hidden % heads:
             raise RefusedError(
                 f"config.json contradicts itself: hidden_size {hidden} is no multiple of num_attention_heads "
                 f"{heads}, and there is no head_dim"
             )
-        width, name = _head_dim(text), "head_dim"
+        width, name = head_dim(text), "head_dim"
     if width and width % 2:
         raise RefusedError(f"config.json contradicts itself: {name} {width} is odd, RoPE turns pairs")
 
 
-def _head_dim(text: Mapping) -> int | None:
+def head_dim(text: Mapping) -> int | None:
+    """Width of a head where ``config.json`` says it; some classes have one of their own where it names none."""
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
     if _is_size(text.get("head_dim"), 1):
         return text["head_dim"]
-    return hidden // heads if _is_size(hidden, 1) and _is_size(heads, 1) else None
+    own = text.get("head_dim") is None and text.get("model_type") in OWN_HEAD_DIM
+    return hidden // heads if not own and _is_size(hidden, 1) and _is_size(heads, 1) else None
 
 
 def _is_list(value: object) -> bool:
