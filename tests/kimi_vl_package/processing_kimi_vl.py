@@ -12,7 +12,8 @@ from transformers.processing_utils import ProcessingKwargs, ProcessorMixin
 class KimiVLProcessorKwargs(ProcessingKwargs, total=False):
     """Defaults of tokenizer and image processor."""
 
-    _defaults: ClassVar[dict] = {"text_kwargs": {"padding": False}, "images_kwargs": {}}
+    # The library takes every annotated name here for a part of the processor.
+    _defaults = {"text_kwargs": {"padding": False}, "images_kwargs": {}}  # noqa: RUF012
 
 
 class KimiVLProcessor(ProcessorMixin):

@@ -38,9 +38,10 @@ class MLA(AttentionFamily):
         self.layer_shapes = tuple(
             ((1, attention.qk_rope_head_dim), (1, attention.kv_lora_rank)) for attention in self.attentions
         )
-        self.width_per_pair = self.attentions[0].qk_head_dim + self.attentions[0].v_head_dim
-        self.layout = _layout(self.attentions[0], cache_shapes)
-        self._apply_rotary = _rotation_function(self.attentions[0])
+        first = self.attentions[0]
+        self.width_per_pair = first.qk_nope_head_dim + first.qk_rope_head_dim + first.v_head_dim
+        self.layout = _layout(first, cache_shapes)
+        self._apply_rotary = _rotation_function(first)
 
     def hooked(self, attention: torch.nn.Module) -> tuple[tuple[torch.nn.Module, Select], ...]:
         """The last columns of the down projection are k_rope; its first ones pass the norm and become the latent."""
