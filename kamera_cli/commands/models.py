@@ -59,16 +59,24 @@ def check(
 
 def list_view() -> Iterable[RenderableType]:
     """What people see of the list."""
-    from kamera_cli.model.architectures import ARCHITECTURES
+    from kamera_cli.model.architectures import ARCHITECTURES, NOTES
 
     yield table(
-        ("architecture", "model_type", "attention", "verified against a cold prefill", "note"),
+        ("model_type", "architecture", "attention", "media", "RoPE", "verified", "note"),
         (
-            (entry.name, entry.model_type, entry.family, ", ".join(entry.verified), entry.note)
+            (
+                entry.model_type,
+                entry.name,
+                entry.family,
+                " ".join(entry.media),
+                entry.layout or "plain",
+                entry.suite,
+                entry.note,
+            )
             for entry in ARCHITECTURES
         ),
     )
-    yield "every other architecture is refused by name; `kamera models check DIR` tests a checkpoint"
+    yield from NOTES
 
 
 def check_view(directory: str, report: SelfTest) -> Iterable[RenderableType]:

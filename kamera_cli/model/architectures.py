@@ -60,24 +60,29 @@ class Architecture:
     def has_vision(self) -> bool:
         return "image" in self.media
 
+    @property
+    def suite(self) -> str:
+        """Sign of `verified` in tables; `NOTES` says what each stands for."""
+        return ("latent" if self.family == "MLA" else "keys") + (" + pixels" if self.has_vision else "")
 
-_TEXT = ("captured KV = own cache", "layer-0 keys", "positions", "full-rank patch")
-_LATENT = ("captured latents = own cache", "latents byte for byte", "positions", "full-rank patch")
-_EMBEDDINGS = ("stored embeddings = pixels",)
+
+_KEYS = ("captured keys and values = own cache", "layer-0 keys", "positions", "full-rank patch")
+_LATENT = ("captured latents = own cache", "moved latents byte for byte", "positions", "full-rank patch")
+_EMBEDDINGS = "forward from stored embeddings = from pixels"
 _ALL, _STILL = ("video", "image", "text"), ("image", "text")
 _BLOCKS, _INTERLEAVED = "M-RoPE in blocks", "M-RoPE interleaved"
-_DEEPSTACK = "deepstack features are kept with the chunk; keys are captured after the per-head key norm"
+_DEEPSTACK = "deepstack, key norm"
 
 
 def _vision(
     model_type: str, name: str, text: tuple[str, ...], media: tuple[str, ...] = _ALL, **fields
 ) -> Architecture:
-    checks = _LATENT if fields.get("family") == "MLA" else _TEXT
+    checks = _LATENT if fields.get("family") == "MLA" else _KEYS
     return Architecture(
         model_type=model_type,
         name=name,
         media=media,
-        verified=checks + _EMBEDDINGS,
+        verified=(*checks, _EMBEDDINGS),
         text=text,
         **{"family": "GQA/MHA", "auto": "image-text", **fields},
     )
@@ -86,7 +91,7 @@ def _vision(
 def _text(
     model_type: str, name: str, family: Literal["GQA/MHA", "MLA"] = "GQA/MHA", **fields
 ) -> Architecture:
-    return Architecture(model_type, name, family, ("text",), _LATENT if family == "MLA" else _TEXT, **fields)
+    return Architecture(model_type, name, family, ("text",), _LATENT if family == "MLA" else _KEYS, **fields)
 
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -107,17 +112,28 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         family="MLA",
         auto="causal",
         remote_code=True,
-        note="its own Python code; verified on a stand-in of the same structure",
+        note="own code, a stand-in verified",
     ),
     _text("llama", "Llama"),
-    _text("mistral", "Mistral", note="without a sliding window"),
+    _text("mistral", "Mistral", note="no sliding window"),
     _text("qwen2", "Qwen2 / Qwen2.5"),
-    _text("qwen3", "Qwen3", note="keys are captured after the per-head key norm"),
+    _text("qwen3", "Qwen3", note="key norm"),
     _text("glm4", "GLM-4", layout="partial rotary"),
-    _text("olmo2", "OLMo 2", note="keys are captured after the key norm over all heads"),
+    _text("olmo2", "OLMo 2", note="key norm over all heads"),
     _text("deepseek_v2", "DeepSeek-V2", "MLA"),
     _text("deepseek_v3", "DeepSeek-V3", "MLA"),
 )
+
+NOTES = (
+    f"keys: {', '.join(_KEYS)}, each against a cold prefill of the same model",
+    f"latent: {', '.join(_LATENT)}",
+    f"pixels: {_EMBEDDINGS}",
+    f"RoPE variants: {', '.join(ROPE_TYPES)}; dynamic up to max_position_embeddings, where its table is the default one",
+    "own code: Python files of the checkpoint, which run with --trust-remote-code alone",
+    "key norm: keys are kept after it; deepstack: what the tower adds in later layers is kept with the chunk",
+    "every other architecture is refused by name; `kamera models check DIR` tests a checkpoint",
+)
+"""What the signs of a table of architectures mean, one sentence a line."""
 
 
 def architecture_of(config: Mapping) -> Architecture:
