@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from PIL import Image
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -26,10 +27,12 @@ __all__ = [
     "VideoMetadata",
     "body_of",
     "cache_argument",
+    "counts_whole_clip",
     "decoder_of",
     "fill_cache",
     "keyword_names",
     "own_function",
+    "picture_for",
     "quiet_loading",
     "rope_index",
     "rotary_table",
@@ -66,6 +69,11 @@ def steps_apart(model: torch.nn.Module) -> bool:
     return model.config.model_type.startswith("qwen3_vl")
 
 
+def counts_whole_clip(part: object) -> bool:
+    """Whether a processor part's pixel bounds hold for all frames of a clip together, not for each."""
+    return type(part).__name__.startswith("Qwen3VLVideo")
+
+
 def uses_mrope(decoder: torch.nn.Module) -> bool:
     """Whether positions have three axes (time, height, width)."""
     return bool((getattr(decoder.config, "rope_parameters", None) or {}).get("mrope_section"))
@@ -79,6 +87,16 @@ def cache_argument(decoder: torch.nn.Module) -> str:
 def own_function(attention: torch.nn.Module, name: str) -> Callable | None:
     """A function of the module that defines an attention layer, such as its ``apply_rotary_pos_emb``."""
     return getattr(sys.modules[type(attention).__module__], name, None)
+
+
+def picture_for(image_processor: object, pixels: torch.Tensor) -> torch.Tensor | Image.Image:
+    """A picture, uint8 (H, W, 3), as an image processor takes it.
+
+    Those of the library take a tensor (3, H, W) and stay in torch; a checkpoint's own may know PIL pictures alone.
+    """
+    if type(image_processor).__module__.split(".")[0] == "transformers":
+        return pixels.permute(2, 0, 1)
+    return Image.fromarray(pixels.cpu().numpy())
 
 
 def rotary_table(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kamera_cli.errors import UsageError
-from kamera_cli.model.compat import VideoMetadata
+from kamera_cli.model.compat import VideoMetadata, picture_for
 from kamera_cli.model.positions import RelativePositions, media_positions, text_positions
 
 TYPES = {"image": 1, "video": 2}
@@ -118,13 +118,13 @@ def media_inputs(
     Raises
     ------
     UsageError
-        ``max_pixels`` for a processor that brings every picture to one fixed size.
+        ``max_pixels`` for a processor that has no such bound.
     """
     options: dict = {"return_tensors": "pt", "text_kwargs": {"add_special_tokens": False}}
     part = processor.image_processor if kind == "image" else processor.video_processor
-    sizing = {} if max_pixels is None else {"size": _size_within(part.size, max_pixels)}
+    sizing = {} if max_pixels is None else {"size": _size_within(getattr(part, "size", None), max_pixels)}
     if kind == "image":
-        options |= {"images": [frames.pixels.permute(2, 0, 1)], "images_kwargs": sizing}
+        options |= {"images": [picture_for(part, frames.pixels)], "images_kwargs": sizing}
     else:
         options |= {
             "videos": [frames.pixels.permute(0, 3, 1, 2)],
@@ -196,7 +196,8 @@ def _token_types(output: Mapping, token_ids: torch.Tensor, placeholders: Mapping
 
 
 def _size_within(size: object, max_pixels: int) -> dict[str, int]:
-    bounds = dict(size)
+    bounds = dict(size or {})
     if not {"shortest_edge", "longest_edge"} <= {name for name, value in bounds.items() if value is not None}:
-        raise UsageError("--max-pixels: this model's processor brings every picture to its own fixed size")
-    return {"shortest_edge": min(bounds["shortest_edge"], max_pixels), "longest_edge": max_pixels}
+        raise UsageError("--max-pixels: this model's processor has no bound on pixels that could be set")
+    most = max_pixels * (num_frames if counts_whole_clip(part) else 1)
+    return {"shortest_edge": min(bounds["shortest_edge"], most), "longest_edge": most}
