@@ -30,6 +30,7 @@ __all__ = [
     "counts_whole_clip",
     "decoder_of",
     "fill_cache",
+    "gives_whole_tables",
     "keyword_names",
     "own_function",
     "picture_for",
@@ -106,10 +107,18 @@ def rotary_table(
 
     That is (cos, sin), or one complex tensor; code of the older convention indexes tables of all positions itself.
     """
-    if "position_ids" in inspect.signature(rotary.forward).parameters:
-        table = rotary(like, positions)
-        return table if isinstance(table, tuple) else (table,)
-    return *rotary(like, seq_len=int(positions.max()) + 1), positions
+    if gives_whole_tables(rotary):
+        return *rotary(like, seq_len=int(positions.max()) + 1), positions
+    table = rotary(like, positions)
+    return table if isinstance(table, tuple) else (table,)
+
+
+def gives_whole_tables(rotary: torch.nn.Module) -> bool:
+    """Whether a rotary module follows the older convention: tables of the first so many positions.
+
+    A layer then asks for as many as its cache will be long, so that no token can stand after a gap.
+    """
+    return "position_ids" not in inspect.signature(rotary.forward).parameters
 
 
 def fill_cache(layers: list[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
