@@ -128,7 +128,7 @@ NOTES = (
     f"keys: {', '.join(_KEYS)}, each against a cold prefill of the same model",
     f"latent: {', '.join(_LATENT)}",
     f"pixels: {_EMBEDDINGS}",
-    f"RoPE variants: {', '.join(ROPE_TYPES)}; dynamic up to max_position_embeddings, where its table is the default one",
+    f"RoPE variants: {', '.join(ROPE_TYPES)}; dynamic up to max_position_embeddings, where it equals default",
     "own code: Python files of the checkpoint, which run with --trust-remote-code alone",
     "key norm: keys are kept after it; deepstack: what the tower adds in later layers is kept with the chunk",
     "every other architecture is refused by name; `kamera models check DIR` tests a checkpoint",
