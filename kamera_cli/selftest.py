@@ -11,7 +11,7 @@ import torch
 
 from kamera_cli.errors import RefusedError
 from kamera_cli.generate import next_token_kl
-from kamera_cli.model.compat import rope_index
+from kamera_cli.model.compat import DynamicCache, rope_index
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import ChunkInputs, Segment
 from kamera_cli.model.runner import ModelRunner
@@ -63,17 +63,25 @@ def require(result: SelfTest, label: str) -> None:
 def self_test(runner: ModelRunner) -> SelfTest:
     """Compare capture, relocation, positions, patches and stored embeddings with the model's own."""
     generator = torch.Generator().manual_seed(0)
-    low = min(1000, runner.model.get_input_embeddings().weight.shape[0] // 2)
-    ids = torch.randint(low, (3, _TOKENS), generator=generator)
+    ids = _token_ids(runner, generator)
     chunks = [runner.text_segment(row) for row in ids]
     checks = [_capture(runner, chunks), _relocation(runner, chunks[1]), _full_rank(runner, chunks)]
-    if runner.architecture.has_vision:
-        media = [_picture(runner, generator), _clip(runner, generator)]
+    media = [make(runner, generator) for kind, make in _MEDIA.items() if runner.takes(kind)]
+    if media:
+        # A picture between two passages and a clip at the end: each kind of neighbour occurs.
         checks += [
-            _positions(runner, [*media, runner.text_inputs(ids[0])]),
-            _embeddings(runner, media, ids[1]),
+            _positions(runner, [*media, runner.text_inputs(ids[0]), media[0]]),
+            _embeddings(runner, [runner.text_inputs(ids[0]), *media], ids[1]),
         ]
     return SelfTest(tuple(checks))
+
+
+def _token_ids(runner: ModelRunner, generator: torch.Generator) -> torch.Tensor:
+    """Three rows of token ids of plain text: none stands for pixels or ends an answer."""
+    most = min(1000, runner.model.get_input_embeddings().weight.shape[0] // 2)
+    reserved = {*runner.placeholders.values(), *runner.eos_ids}
+    plain = torch.tensor([token for token in range(most) if token not in reserved])
+    return plain[torch.randint(len(plain), (3, _TOKENS), generator=generator)]
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -91,7 +99,7 @@ def _capture(runner: ModelRunner, chunks: list[Segment]) -> Check:
             torch.cat([chunk[layer].rotary for chunk in captured]),
             torch.cat([chunk[layer].plain for chunk in captured]),
         )
-        ours = runner.family.cache([whole], joined_positions(placed)).layers[0]
+        ours = runner.family.cache([whole], joined_positions(placed), first=layer).layers[0]
         for mine, theirs in ((ours.keys, own.keys), (ours.values, own.values)):
             if mine.shape != theirs.shape:
                 detail = f"layer {layer} holds {tuple(theirs.shape)}, captured {tuple(mine.shape)}"
@@ -102,16 +110,20 @@ def _capture(runner: ModelRunner, chunks: list[Segment]) -> Check:
 
 
 def _relocation(runner: ModelRunner, chunk: Segment) -> Check:
-    """Layer-0 keys captured alone and moved are those of a cold prefill at the new place, whatever stands before."""
+    """Layer-0 KV captured alone and moved is what the model itself writes at the new place."""
     alone = runner.prefill_captured([chunk])[0][0]
-    shift = runner.max_tokens // 2
-    ours = runner.family.cache([alone], chunk.positions.at(shift)).layers[0].keys
-    rotation = runner.family.rotation(chunk.positions.at(shift), chunk.embeddings)
-    before = runner.text_segment(torch.arange(7))
-    after = runner.prefill_captured([before, chunk])[1][0]
-    theirs = runner.family.rotate(after.rotary, rotation)
-    difference = _difference(ours, theirs)
-    detail = "bit-identical" if torch.equal(ours, theirs) else f"largest relative difference {difference:.1e}"
+    filled = chunk.num_tokens if runner.family.gapless else 0
+    shift = filled or runner.max_tokens // 2
+    moved = chunk.positions.at(shift)
+    ours, own = runner.family.cache([alone], moved).layers[0], DynamicCache()
+    if filled:
+        runner.extend(own, chunk.embeddings, chunk.positions.at(0))
+    runner.extend(own, chunk.embeddings, moved)
+    theirs = own.layers[0]
+    pairs = ((ours.keys, theirs.keys[:, :, filled:]), (ours.values, theirs.values[:, :, filled:]))
+    difference = max(_difference(mine, other) for mine, other in pairs)
+    same = all(torch.equal(mine, other) for mine, other in pairs)
+    detail = "bit-identical" if same else f"largest relative difference {difference:.1e}"
     return Check(
         "layer-0 keys after relocation", difference <= _LIMIT[runner.dtype], f"{detail} at shift {shift}"
     )
@@ -136,10 +148,14 @@ def _full_rank(runner: ModelRunner, chunks: list[Segment]) -> Check:
 
 def _positions(runner: ModelRunner, chunks: list[ChunkInputs]) -> Check:
     """Chunk positions moved by one scalar are the model's own for the whole prompt."""
+    placed, _ = place([(chunk.positions, chunk.num_tokens) for chunk in chunks])
     ids, types = (
         torch.cat([chunk.token_ids for chunk in chunks]),
         torch.cat([chunk.token_types for chunk in chunks]),
     )
+    if not runner.mrope:
+        same = torch.equal(joined_positions(placed), torch.arange(ids.numel()))
+        return Check("positions = own index function", same, "one step for each token")
 
     def joined(name: str) -> torch.Tensor | None:
         found = [chunk.tensors[name] for chunk in chunks if name in chunk.tensors]
@@ -149,10 +165,9 @@ def _positions(runner: ModelRunner, chunks: list[ChunkInputs]) -> Check:
         runner.model, ids[None], types[None],
         joined("image_grid_thw"), joined("video_grid_thw"), joined("second_per_grid_ts"),
     )  # fmt: skip
-    placed, _ = place([(chunk.positions, chunk.num_tokens) for chunk in chunks])
     same = torch.equal(own, joined_positions(placed))
     return Check(
-        "positions = own index function", same, "equal" if same else "they differ for image + video + text"
+        "positions = own index function", same, "equal" if same else "they differ for media with text between"
     )
 
 
@@ -173,3 +188,6 @@ def _picture(runner: ModelRunner, generator: torch.Generator) -> ChunkInputs:
 def _clip(runner: ModelRunner, generator: torch.Generator) -> ChunkInputs:
     frames = torch.randint(256, (8, 56, 84, 3), generator=generator, dtype=torch.uint8)
     return runner.media_inputs("video", frames, fps=2.0, max_pixels=None)
+
+
+_MEDIA = {"image": _picture, "video": _clip}

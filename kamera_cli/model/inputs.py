@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kamera_cli.errors import UsageError
-from kamera_cli.model.compat import VideoMetadata, picture_for
+from kamera_cli.model.compat import VideoMetadata, counts_whole_clip, picture_for
 from kamera_cli.model.positions import RelativePositions, media_positions, text_positions
 
 TYPES = {"image": 1, "video": 2}
@@ -122,7 +122,8 @@ def media_inputs(
     """
     options: dict = {"return_tensors": "pt", "text_kwargs": {"add_special_tokens": False}}
     part = processor.image_processor if kind == "image" else processor.video_processor
-    sizing = {} if max_pixels is None else {"size": _size_within(getattr(part, "size", None), max_pixels)}
+    num_frames = 1 if kind == "image" else frames.pixels.shape[0]
+    sizing = {} if max_pixels is None else {"size": _size_within(part, max_pixels, num_frames)}
     if kind == "image":
         options |= {"images": [picture_for(part, frames.pixels)], "images_kwargs": sizing}
     else:
@@ -195,8 +196,8 @@ def _token_types(output: Mapping, token_ids: torch.Tensor, placeholders: Mapping
     return types
 
 
-def _size_within(size: object, max_pixels: int) -> dict[str, int]:
-    bounds = dict(size or {})
+def _size_within(part: object, max_pixels: int, num_frames: int) -> dict[str, int]:
+    bounds = dict(getattr(part, "size", None) or {})
     if not {"shortest_edge", "longest_edge"} <= {name for name, value in bounds.items() if value is not None}:
         raise UsageError("--max-pixels: this model's processor has no bound on pixels that could be set")
     most = max_pixels * (num_frames if counts_whole_clip(part) else 1)

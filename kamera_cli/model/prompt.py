@@ -68,7 +68,8 @@ def prompt_format(renderer: object, *, media: tuple[str, ...], bos: str) -> Prom
             blocks[kind] = before[len(preamble) :]
     for pair in itertools.product(blocks, repeat=2):
         before, _, _ = _split(renderer, [{"type": kind} for kind in pair], rich_content)
-        if before != preamble + blocks[pair[0]] + blocks[pair[1]]:
+        # Some templates sort the kinds; each item still is a block of its own, and chunks stand in the order asked for.
+        if before not in {preamble + blocks[one] + blocks[other] for one, other in (pair, pair[::-1])}:
             raise RefusedError(f"the chat template writes a {pair[1]} item otherwise after a {pair[0]} item")
     return PromptFormat(preamble, blocks, between, suffix)
 

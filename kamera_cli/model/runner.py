@@ -128,10 +128,10 @@ class ModelRunner:
 
     def probe_positions(self) -> str:
         """Digest of what the installed model's position function answers (`kamera_cli.model.positions.probe`)."""
-        return probe(self.model, mrope=self.mrope, token_ids=self._placeholders)
+        return probe(self.model, mrope=self.mrope, token_ids=self.placeholders)
 
     @property
-    def _placeholders(self) -> dict[str, int]:
+    def placeholders(self) -> dict[str, int]:
         """Token ids that stand for media, by kind."""
         config = self.model.config
         names = {"image": ("image_token_id", "media_placeholder_token_id"), "video": ("video_token_id",)}
@@ -162,7 +162,7 @@ class ModelRunner:
         ------
         UsageError
         """
-        for kind, token_id in self._placeholders.items():
+        for kind, token_id in self.placeholders.items():
             if bool((token_ids == token_id).any()):
                 raise UsageError(
                     f"{what} holds {self.tokenizer.decode([token_id])}, which stands for {kind} input"
@@ -181,6 +181,10 @@ class ModelRunner:
         positions = text_positions(token_ids.numel(), mrope=self.mrope)
         return ChunkInputs("text", token_ids, torch.zeros_like(token_ids), {}, positions)
 
+    def takes(self, kind: str) -> bool:
+        """Whether the checkpoint brings a processor part and a template block for a kind of media."""
+        return kind in self.prompt.blocks and getattr(self.processor, f"{kind}_processor", None) is not None
+
     def media_inputs(
         self,
         kind: str,
@@ -197,12 +201,11 @@ class ModelRunner:
         UsageError
             The checkpoint has no processor part for this kind.
         """
-        part = getattr(self.processor, f"{kind}_processor", None)
-        if part is None or kind not in self.prompt.blocks:
+        if not self.takes(kind):
             raise UsageError(f"model {self.loaded.checkpoint.label} has no processor for {kind} input")
         return media_inputs(
             self.model, self.processor, self.prompt.blocks[kind], kind, Frames(pixels, fps, start_s),
-            placeholders=self._placeholders, mrope=self.mrope, max_pixels=max_pixels,
+            placeholders=self.placeholders, mrope=self.mrope, max_pixels=max_pixels,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -298,7 +301,11 @@ class ModelRunner:
         cache: DynamicCache | None,
     ) -> None:
         self.vision_calls += 1
-        options: dict = {name: tensor.to(self.device) for name, tensor in media.items()}
+        # Not every vision tower brings its pixels to its own dtype.
+        options: dict = {
+            name: tensor.to(self.device, self.dtype if "pixel_values" in name else None)
+            for name, tensor in media.items()
+        }
         if "mm_token_type_ids" in keyword_names(self._body):
             options["mm_token_type_ids"] = torch.cat([part.token_types for part in parts])[None].to(
                 self.device

@@ -46,12 +46,12 @@ def test_keys_before_the_key_norm_fail(runners, monkeypatch):
     assert CAPTURE in failed(runner)
 
 
-def swapped_values(self, layers, positions, real=GQA.cache):
-    return real(self, (LayerKV(layer.rotary, layer.plain.flip(0)) for layer in layers), positions)
+def swapped_values(self, layers, positions, first=0, real=GQA.cache):
+    return real(self, (LayerKV(layer.rotary, layer.plain.flip(0)) for layer in layers), positions, first)
 
 
-def shifted_keys(self, layers, positions, real=GQA.cache):
-    return real(self, layers, positions + 1)
+def shifted_keys(self, layers, positions, first=0, real=GQA.cache):
+    return real(self, layers, positions + 1, first)
 
 
 def test_values_in_the_wrong_order_fail(runners, monkeypatch):

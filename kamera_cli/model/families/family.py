@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 
-from kamera_cli.model.compat import DynamicCache, fill_cache, rotary_table
+from kamera_cli.model.compat import DynamicCache, fill_cache, gives_whole_tables, rotary_table
 
 
 @dataclass
@@ -64,6 +64,8 @@ class AttentionFamily(ABC):
         Per layer the (H, D) of the rotary and of the plain tensor.
     width_per_pair : int
         Multiplications of one query head with one cached token: width of its key and of its value.
+    gapless : bool
+        Whether the model itself can place a token only where every position before it is filled.
     """
 
     names: ClassVar[tuple[str, str]]
@@ -74,6 +76,7 @@ class AttentionFamily(ABC):
         self.attentions = [layer.self_attn for layer in decoder.layers]
         self.num_layers = len(self.attentions)
         self._rotary = getattr(decoder, "rotary_emb", None) or self.attentions[0].rotary_emb
+        self.gapless = gives_whole_tables(self._rotary)
 
     @abstractmethod
     def hooked(self, attention: torch.nn.Module) -> tuple[tuple[torch.nn.Module, Select], ...]:
@@ -112,10 +115,13 @@ class AttentionFamily(ABC):
         batched = positions[:, None] if positions.ndim == 2 else positions[None]
         return rotary_table(self._rotary, like, batched.to(like.device))
 
-    def cache(self, layers: Iterable[LayerKV], positions: torch.Tensor) -> DynamicCache:
-        """A fresh cache of position-free layers placed at ``positions``; the inputs stay untouched."""
+    def cache(self, layers: Iterable[LayerKV], positions: torch.Tensor, first: int = 0) -> DynamicCache:
+        """A fresh cache of position-free layers, from layer ``first`` on, placed at ``positions`` ((3, T) or (T,)).
+
+        The inputs stay untouched.
+        """
         pairs, rotation = [], None
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(layers, start=first):
             rotation = rotation or self.rotation(positions, layer.rotary)
             rotated = self.rotate(layer.rotary, rotation)
             pairs.append(self.cached(index, rotated, layer.plain.transpose(0, 1)[None]))

@@ -53,8 +53,11 @@ class MLA(AttentionFamily):
 
     def rotate(self, rotary: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """See `AttentionFamily.rotate`: pair order and YaRN scaling are those of the model's own function and table."""
-        heads_first = rotary.transpose(0, 1)[None]
-        return self._apply_rotary(heads_first, heads_first, *rotation)[1]
+        # The layer rotates a slice of a wider row, and complex products round otherwise on rows without gaps.
+        row = rotary.new_zeros(1, 1, rotary.shape[0], self.layer_shapes[0][1][1] + rotary.shape[-1])
+        k_rope = row[..., -rotary.shape[-1] :]
+        k_rope.copy_(rotary.transpose(0, 1)[None])
+        return self._apply_rotary(k_rope, k_rope, *rotation)[1]
 
     def cached(
         self, layer: int, rotated: torch.Tensor, plain: torch.Tensor
