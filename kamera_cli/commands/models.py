@@ -51,7 +51,7 @@ def check(
     }
     session.output.result("models-check", payload, lambda: check_view(directory, report))
     if not report.ok:
-        failed = ", ".join(item.name for item in report.checks if not item.ok)
+        failed = "; ".join(f"{item.name}: {item.detail}" for item in report.checks if not item.ok)
         raise RefusedError(
             f"{directory} does not pass its self-test ({failed}); kamera will not store its KV"
         )
