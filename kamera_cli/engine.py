@@ -157,11 +157,19 @@ class Engine:
 
     @property
     def library(self) -> Library:
-        """Chunks and patches of this tenant and model in the store."""
+        """Chunks and patches of this tenant and model in the store; made without loading the model."""
         from kamera_cli.library import Library
+        from kamera_cli.model.families import TENSOR_NAMES
+        from kamera_cli.model.loading import device_of
 
-        runner = self.runner
-        return Library(self.store, self.settings.tenant, self.fingerprint, runner.device, runner.family.names)
+        names = TENSOR_NAMES[self.checkpoint.architecture.family]
+        device = device_of(self.settings.device)
+        return Library(self.store, self.settings.tenant, self.fingerprint, device, names)
+
+    @property
+    def vision_calls(self) -> int:
+        """Forwards of the vision tower so far; none while the model is not loaded."""
+        return self.runner.vision_calls if "runner" in self.__dict__ else 0
 
     @property
     def dtype_name(self) -> str:
@@ -238,7 +246,7 @@ class Engine:
         chunks: Sequence[str] | None = None,
         *,
         window: str = "default",
-        kind: Literal["exact"] = "exact",
+        kind: Literal["exact", "removal"] = "exact",
         rank: int | Literal["auto"] = "auto",
         energy: float = 0.99,
         factor_dtype: str = "auto",
@@ -250,21 +258,26 @@ class Engine:
         ----------
         chunks : sequence of str or None
             An order (numbers, names, ids); None for the window's own.
+        kind : {"exact", "removal"}
+            ``removal`` takes what chunks absorbed from chunks that have left the window out of them again.
         rank : int or "auto"
             ``auto`` captures ``energy`` of ‖Δ‖² per layer, at most rank 64.
         factor_dtype : {"auto", "fp32", "fp16", "bf16"}
         probe : str
             Question on which the KL of each patch is measured; empty for the template's closing tokens alone.
         """
-        from kamera_cli.jobs import patches
+        from kamera_cli.jobs import patches, removal
 
-        if kind != "exact":
-            raise UsageError(f"--kind {kind} is not supported (supported: exact)")
+        if kind not in ("exact", "removal"):
+            raise UsageError(f"--kind {kind} is not supported (supported: exact, removal)")
         if not 0 < energy <= 1:
             raise UsageError(f"--energy {energy}: must be above 0 and at most 1")
-        return patches.compile_window(
-            self, chunks, window, patches.PatchOptions(rank, energy, factor_dtype, probe)
-        )
+        options = patches.PatchOptions(rank, energy, factor_dtype, probe)
+        if kind == "removal":
+            if chunks is not None:
+                raise UsageError("--kind removal goes by the window's own order; name no chunks")
+            return removal.remove(self, window, options)
+        return patches.compile_window(self, chunks, window, options)
 
     def query(
         self,
@@ -334,7 +347,10 @@ class Engine:
     def recall(
         self, chunks: Sequence[str], *, window: str = "default", at: str | int = "end"
     ) -> RecallResult:
-        """Put evicted chunks back, each with a patch for what now stands before it; the vision tower never runs."""
+        """Put evicted chunks back, each with a patch for what now stands before it; the vision tower never runs.
+
+        The model is loaded only where such a patch is not in the store yet.
+        """
         from kamera_cli.jobs import patches
 
         return patches.recall(self, chunks, window, moves.position(at))

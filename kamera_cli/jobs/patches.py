@@ -244,7 +244,7 @@ def recall(engine: Engine, chunks: Sequence[str], window: str, at: int | None) -
     wanted = conditioning(after, [entry for entry in after.entries if entry.chunk in back], given_order=False)
     for chunk in wanted:
         require_record(engine.library, chunk.chain[-1], str(chunk.entry.number))
-    calls = engine.runner.vision_calls
+    calls = engine.vision_calls
     numbers = {bytes.fromhex(entry.chunk): entry.number for entry in (*after.entries, *after.evicted)}
     formed, _ = form_chains(
         engine, [chunk.chain for chunk in wanted if chunk.antecedents], PatchOptions(), numbers
@@ -261,6 +261,6 @@ def recall(engine: Engine, chunks: Sequence[str], window: str, at: int | None) -
         recalled=tuple(entries[entry.chunk] for entry in returning),
         patched=tuple(patch.id for patch in formed),
         cascade=tuple(sorted(cascade)),
-        vision_calls=engine.runner.vision_calls - calls,
+        vision_calls=engine.vision_calls - calls,
         total_ms=1e3 * (time.perf_counter() - started),
     )

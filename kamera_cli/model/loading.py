@@ -67,7 +67,7 @@ def load(
         in the wanted dtype; the checkpoint's processor or its own code does not load.
     """
     compat.quiet_loading()
-    target = _device(device)
+    target = device_of(device)
     compute = DTYPES[dtype] if dtype != "auto" else torch.bfloat16 if target.type == "cuda" else torch.float32
     kernel = _attention(attention, target, compute, remote_code=checkpoint.architecture.remote_code)
     options = {"trust_remote_code": True} if trust_remote_code else {}
@@ -160,7 +160,14 @@ def _generation_config(checkpoint: Checkpoint, model: torch.nn.Module) -> Genera
     return GenerationConfig.from_model_config(model.config)
 
 
-def _device(device: str) -> torch.device:
+def device_of(device: str) -> torch.device:
+    """The device that ``auto``, ``cpu`` or ``cuda`` stands for.
+
+    Raises
+    ------
+    UsageError
+        CUDA was asked for and is not there.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -195,7 +196,7 @@ def test_answers_in_another_order_are_those_of_a_cold_prefill(open_remote, plain
     entries = {str(entry.number): entry for entry in engine.window().entries}
     records = [engine.store.get(bytes.fromhex(entries[number].chunk)) for number in CHUNKS]
     ids, inputs = whole_prompt(engine.runner, reopen(engine, records), QUESTION)
-    inputs.pop("mm_token_type_ids")
+    inputs.pop("mm_token_type_ids", None)
     model, processor = plain
     cold = processor.tokenizer.decode(greedy(model, ids, 8, **inputs), skip_special_tokens=True).strip()
 
@@ -236,6 +237,15 @@ def marked(folder: Path, tmp_path: Path) -> tuple[Path, Path]:
     return copy, marker
 
 
+def ran(marker: Path) -> bool:
+    """Whether code ran since the last call; the next use must run it anew."""
+    found = marker.exists()
+    marker.unlink(missing_ok=True)
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+    return found
+
+
 def test_code_runs_only_with_consent_and_only_where_a_model_is_needed(marked, tmp_path, capsys):
     """MLA-5."""
     copy, marker = marked
@@ -246,13 +256,27 @@ def test_code_runs_only_with_consent_and_only_where_a_model_is_needed(marked, tm
     for command in (["ingest", *sources], ["ingest", "--dry-run", *sources], ["models", "check", str(copy)]):
         assert run([*common, *model, *command]) == 4
         assert FLAG in capsys.readouterr().err
-    assert not marker.exists()
+    assert not ran(marker)
 
     assert run([*common, *model, FLAG, "ingest", *sources]) == 0
-    assert marker.exists()
-    marker.unlink()
+    assert ran(marker)
     for command in (["ls"], ["show", "1"], ["evict", "1"], ["recall", "--list"], ["verify"], ["stats"]):
         assert run([*common, *command]) == 0, (command, capsys.readouterr().err)
         assert run([*common, *model, *command]) == (3 if command[0] == "evict" else 0)
     assert run([*common, *model, FLAG, "ingest", *sources]) == 0
-    assert not marker.exists()
+    assert not ran(marker)
+    assert run([*common, *model, FLAG, "query", QUESTION]) == 0
+    assert ran(marker)
+
+
+def test_a_chunk_comes_back_without_the_model_where_its_patch_is_kept(marked, tmp_path):
+    """MLA-5: recall needs the code only to form what is not in the store."""
+    copy, marker = marked
+    common = ["--store", str(tmp_path / "store"), "--device", "cpu", "--model", str(copy), "-q"]
+    assert run([*common, FLAG, "ingest", *map(str, write_sources(tmp_path))]) == 0
+    assert ran(marker)
+    for forms_a_patch in (True, False):
+        assert run([*common, "evict", "1"]) == 0
+        assert run([*common, FLAG, "recall", "1"]) == 0
+        assert ran(marker) is forms_a_patch
+    assert run([*common, "recall", "1"]) == 4

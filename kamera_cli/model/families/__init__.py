@@ -9,6 +9,9 @@ from kamera_cli.model.families.family import AttentionFamily
 from kamera_cli.model.families.gqa import GQA
 from kamera_cli.model.families.mla import MLA
 
+TENSOR_NAMES = {"GQA/MHA": GQA.names, "MLA": MLA.names}
+"""What each family of `kamera_cli.model.architectures` calls its two tensors, known before a model is loaded."""
+
 
 def family_of(decoder: torch.nn.Module, own_cache: object) -> AttentionFamily:
     """The family of a decoder, told by its projections.
