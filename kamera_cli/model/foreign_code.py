@@ -43,8 +43,11 @@ def refuse_foreign_code(label: str, folder: Path, *, trusted: bool, required: bo
         raise RefusedError(f"model {label} runs its own Python code, and its config.json has no auto_map")
     for source, reference in references:
         if not trusted:
+            other = (
+                "" if required else ", or take auto_map out of that file and use the classes of transformers"
+            )
             raise RefusedError(
-                f"model {label} runs its own Python code (auto_map in {source}); allow it with {FLAG}"
+                f"model {label} runs its own Python code (auto_map in {source}); allow it with {FLAG}{other}"
             )
         if "--" in reference:
             raise RefusedError(

@@ -382,6 +382,17 @@ def test_a_video_for_a_model_without_a_video_part_is_refused(tmp_path, program):
     assert not records(tmp_path / "store")
 
 
+def test_a_checkpoint_without_its_video_part_is_refused(checkpoints, tmp_path, program):
+    folder = shutil.copytree(checkpoints("qwen2_5_vl"), tmp_path / "model")
+    file = folder / "processor_config.json"
+    parts = json.loads(file.read_text())
+    del parts["video_processor"]
+    file.write_text(json.dumps(parts))
+    code, line = program(folder, "ingest", str(write_noise_video(tmp_path / "a.mp4", 0, seconds=1)))
+    assert code == 4 and "video processor" in line
+    assert not records(tmp_path / "store")
+
+
 def test_a_check_that_passes_ends_with_code_0_and_an_empty_store(folder, program, tmp_path):
     code, _line = program(folder, "models", "check", str(folder))
     assert code == 0
