@@ -52,12 +52,20 @@ def whole_prompt(runner, chunks, question: str) -> tuple[torch.Tensor, dict[str,
     for chunk in chunks:
         for name, tensor in chunk.tensors.items():
             inputs.setdefault(name, []).append(tensor)
+    if "image_sizes" in inputs:
+        inputs["pixel_values"] = _with_equal_tiles(inputs["pixel_values"])
     joined = {name: torch.cat(tensors) for name, tensors in inputs.items()}
-    if joined:
+    if "mm_token_type_ids" in inspect.signature(runner.model.forward).parameters and joined:
         zeros = torch.zeros_like
         types = [zeros(runner.preamble_ids), *(chunk.token_types for chunk in chunks), zeros(question_ids)]
         joined["mm_token_type_ids"] = torch.cat(types)
     return ids, joined
+
+
+def _with_equal_tiles(pictures: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Pictures cut into tiles, each (1, tiles, ...), filled up with zeros that the model never looks at."""
+    most = max(picture.shape[1] for picture in pictures)
+    return [torch.cat([p, p.new_zeros(1, most - p.shape[1], *p.shape[2:])], dim=1) for p in pictures]
 
 
 def kl(reference: torch.Tensor, other: torch.Tensor) -> float:
