@@ -101,13 +101,20 @@ class FormedPatch:
 
 @dataclass(frozen=True)
 class CompileResult:
-    """Result of ``Engine.compile_patches``; ``prefill_ms`` is the conditioned forward that all patches shared."""
+    """Result of ``Engine.compile_patches``; ``prefill_ms`` is the conditioned forward that all patches shared.
+
+    For a removal also the numbers of the survivors that lost something, and the next-token KL to a prefill of the slid
+    window: as they were, and now.
+    """
 
     window: str
     kind: str
     patches: tuple[FormedPatch, ...]
     prefill_ms: float
     total_ms: float
+    survivors: tuple[int, ...] = ()
+    kl_kept: float | None = None
+    kl_removed: float | None = None
 
 
 @dataclass(frozen=True)

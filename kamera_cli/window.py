@@ -91,6 +91,17 @@ def reconditioned(window: WindowView) -> WindowView:
     )
 
 
+def forgetting(window: WindowView) -> WindowView:
+    """Every chunk conditioned only on those of its antecedents that still stand before it."""
+    before: set[str] = set()
+    entries = []
+    for entry in window.entries:
+        kept = tuple(key for key in entry.conditioned_on if key in before)
+        entries.append(replace(entry, conditioned_on=kept))
+        before.add(entry.chunk)
+    return replace(window, entries=tuple(entries))
+
+
 def pick(entries: Sequence[WindowEntry], names: Sequence[str], where: str) -> tuple[WindowEntry, ...]:
     """Entries by number, name, or id prefix, in the order asked for.
 

@@ -22,7 +22,11 @@ def compile_patches(
     chunks: ChunksArgument = None,
     window: WindowOption = "default",
     kind: Annotated[
-        Literal["exact"], typer.Option("--kind", help="exact: for the antecedents in this order")
+        Literal["exact", "removal"],
+        typer.Option(
+            "--kind",
+            help="exact: for the antecedents in this order; removal: survivors forget what has left the window",
+        ),
     ] = "exact",
     rank: Annotated[
         str, typer.Option("--rank", metavar="M|auto", help="Columns of a patch; auto keeps --energy")
@@ -104,6 +108,9 @@ def payload(result: CompileResult) -> dict[str, object]:
             }
             for patch in result.patches
         ],
+        "survivors": result.survivors,
+        "kl_kept": result.kl_kept,
+        "kl_removed": result.kl_removed,
         "patch_bytes": sum(patch.patch_bytes for patch in result.patches),
         "prefill_ms": result.prefill_ms,
         "total_ms": result.total_ms,
@@ -112,8 +119,12 @@ def payload(result: CompileResult) -> dict[str, object]:
 
 def view(result: CompileResult) -> Iterable[RenderableType]:
     """What people see."""
-    if not result.patches:
+    if result.kind == "removal":
+        yield from removal_view(result)
+    if not result.patches and result.kind == "exact":
         yield f"window {display(result.window)}: no chunk stands after another one, so there is nothing to patch"
+        return
+    if not result.patches:
         return
     yield table(
         (
@@ -150,6 +161,19 @@ def view(result: CompileResult) -> Iterable[RenderableType]:
     yield (
         f"{count(formed, 'patch')} formed, {len(result.patches) - formed} found in {format_ms(result.total_ms)} "
         f"(one prefill of {format_ms(result.prefill_ms)} served them all)"
+    )
+
+
+def removal_view(result: CompileResult) -> Iterable[RenderableType]:
+    """What people see of a removal, above the patches that it formed."""
+    if not result.survivors:
+        yield f"window {display(result.window)}: no chunk is conditioned on one that has left; nothing to remove"
+        return
+    numbers = " ".join(map(str, result.survivors))
+    yield (
+        f"window {display(result.window)}: {count(len(result.survivors), 'chunk')} ({numbers}) no longer hold what they "
+        f"took in from chunks that have left; KL to a prefill of this window {format_number(result.kl_kept)} before, "
+        f"{format_number(result.kl_removed)} now"
     )
 
 

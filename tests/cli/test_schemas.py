@@ -27,7 +27,7 @@ PROMISED = {
     "compile-patches": (
         "window kind prefill_ms total_ms patch_bytes patches.id patches.chunk patches.chunk_number patches.antecedents "
         "patches.outcome patches.ranks patches.energy patches.kl patches.kl_blind patches.patch_bytes "
-        "patches.chunk_kv_bytes patches.form_ms"
+        "patches.chunk_kv_bytes patches.form_ms survivors kl_kept kl_removed"
     ),
     "query": (
         "question answer window reuse fallback model device dtype attention ttft_ms tpot_ms total_ms stages.lookup "
