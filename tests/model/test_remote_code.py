@@ -196,7 +196,6 @@ def test_answers_in_another_order_are_those_of_a_cold_prefill(open_remote, plain
     entries = {str(entry.number): entry for entry in engine.window().entries}
     records = [engine.store.get(bytes.fromhex(entries[number].chunk)) for number in CHUNKS]
     ids, inputs = whole_prompt(engine.runner, reopen(engine, records), QUESTION)
-    inputs.pop("mm_token_type_ids", None)
     model, processor = plain
     cold = processor.tokenizer.decode(greedy(model, ids, 8, **inputs), skip_special_tokens=True).strip()
 
@@ -265,8 +264,9 @@ def test_code_runs_only_with_consent_and_only_where_a_model_is_needed(marked, tm
         assert run([*common, *model, *command]) == (3 if command[0] == "evict" else 0)
     assert run([*common, *model, FLAG, "ingest", *sources]) == 0
     assert not ran(marker)
-    assert run([*common, *model, FLAG, "query", QUESTION]) == 0
-    assert ran(marker)
+    for command in (["query", QUESTION], ["models", "check", str(copy)]):
+        assert run([*common, *model, FLAG, *command]) == 0
+        assert ran(marker)
 
 
 def test_a_chunk_comes_back_without_the_model_where_its_patch_is_kept(marked, tmp_path):
