@@ -15,6 +15,7 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
 )
+from transformers import __version__ as installed_release
 from transformers.utils import logging as transformers_logging
 from transformers.video_utils import VideoMetadata
 
@@ -26,6 +27,7 @@ __all__ = [
     "DynamicCache",
     "VideoMetadata",
     "body_of",
+    "broken_input",
     "cache_argument",
     "counts_whole_clip",
     "decoder_of",
@@ -68,6 +70,19 @@ def keyword_names(module: torch.nn.Module) -> frozenset[str]:
 def steps_apart(model: torch.nn.Module) -> bool:
     """Whether the index function expects each temporal step of a video as an item of its own, after a time stamp."""
     return model.config.model_type.startswith("qwen3_vl")
+
+
+def broken_input(model: torch.nn.Module, kind: str) -> str | None:
+    """Why the installed release fails on a kind of media that the architecture takes; None where it works.
+
+    Before 5.24 Kimi K2.5's pooled video features are cut by their length before pooling.
+    """
+    release = tuple(int(part) for part in installed_release.split(".")[:2])
+    if model.config.model_type == "kimi_k25" and kind == "video" and release < (5, 24):
+        return (
+            f"video input of {model.config.model_type} needs transformers 5.24, here is {installed_release}"
+        )
+    return None
 
 
 def counts_whole_clip(part: object) -> bool:

@@ -18,6 +18,7 @@ from kamera_cli.errors import UsageError
 from kamera_cli.model.compat import (
     DynamicCache,
     body_of,
+    broken_input,
     cache_argument,
     decoder_of,
     keyword_names,
@@ -182,8 +183,11 @@ class ModelRunner:
         return ChunkInputs("text", token_ids, torch.zeros_like(token_ids), {}, positions)
 
     def takes(self, kind: str) -> bool:
-        """Whether the checkpoint brings a processor part and a template block for a kind of media."""
-        return kind in self.prompt.blocks and getattr(self.processor, f"{kind}_processor", None) is not None
+        """Whether the checkpoint brings a processor part and a template block for a kind of media, and they work."""
+        brought = (
+            kind in self.prompt.blocks and getattr(self.processor, f"{kind}_processor", None) is not None
+        )
+        return brought and broken_input(self.model, kind) is None
 
     def media_inputs(
         self,
@@ -199,8 +203,10 @@ class ModelRunner:
         Raises
         ------
         UsageError
-            The checkpoint has no processor part for this kind.
+            The checkpoint has no processor part for this kind, or the installed release fails on it.
         """
+        if (why := broken_input(self.model, kind)) is not None:
+            raise UsageError(f"model {self.loaded.checkpoint.label}: {why}")
         if not self.takes(kind):
             raise UsageError(f"model {self.loaded.checkpoint.label} has no processor for {kind} input")
         return media_inputs(

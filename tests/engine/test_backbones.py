@@ -18,6 +18,8 @@ from tiny_models import write_noise_image, write_noise_video, write_passage
 from transformers.video_utils import VideoMetadata
 
 from kamera_cli.engine import Engine
+from kamera_cli.errors import UsageError
+from kamera_cli.model import compat
 from kamera_cli.operator.plan import AUTO_MAX_KL
 from kamera_cli.settings import Settings
 
@@ -255,3 +257,14 @@ def test_equal_frames_without_a_time_stamp_that_are_kept_twice(open_backbone, tm
     result = engine.ingest([write_still(tmp_path / "a.mkv", seconds=6)], chunk_seconds=2)
     assert [chunk.outcome for chunk in result.chunks] == ["encoded", "found", "found"]
     assert len({chunk.id for chunk in result.chunks}) == 1 and numbers(engine) == ["1"]
+
+
+def test_a_clip_on_a_release_whose_kimi_fails_on_it(open_backbone, tmp_path, monkeypatch):
+    if "kimi_k25" not in BACKBONES:
+        pytest.skip("this release has no Kimi K2.5")
+    engine = open_backbone("kimi_k25")
+    monkeypatch.setattr(compat, "installed_release", "5.23.0")
+    with pytest.raises(UsageError, match=r"kimi_k25 needs transformers 5\.24, here is 5\.23\.0"):
+        engine.ingest([write_noise_video(tmp_path / "a.mp4", 1, seconds=2)])
+    assert not list(engine.store.iterate()) and engine.windows() == ()
+    assert len(engine.ingest([write_noise_image(tmp_path / "b.png", 1)]).chunks) == 1
