@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from engine_setups import NUM_NEW, QUESTION, first_logits, model_inputs, reference
-from plain_model import kl
+from plain_model import kl, whole_prompt
 from tiny_backbones import BACKBONES, MEDIA, save_backbone
 from tiny_models import write_noise_image, write_noise_video, write_passage
 from transformers.video_utils import VideoMetadata
 
 from kamera_cli.engine import Engine
 from kamera_cli.errors import UsageError
+from kamera_cli.media.source import Sampling, chunks, inspect
 from kamera_cli.model import compat
 from kamera_cli.operator.plan import AUTO_MAX_KL
 from kamera_cli.settings import Settings
@@ -121,17 +122,58 @@ def test_a_query_whose_answer_is_not_the_cold_prefills(open_backbone, tmp_path, 
     engine.ingest(sources)
     order = numbers(engine)
     assert len(order) == len(sources)
-    for chunks in (None, order[1:] + order[:1]):
-        logits, answer = reference(engine, chunks or order)
+    for asked in (None, order[1:] + order[:1]):
+        logits, answer = reference(engine, asked or order)
         with first_logits(engine) as assembled, prefilled_logits(engine) as cold:
-            first = engine.query(QUESTION, chunks=chunks, max_new_tokens=NUM_NEW)
-            second = engine.query(QUESTION, chunks=chunks, max_new_tokens=NUM_NEW)
+            first = engine.query(QUESTION, chunks=asked, max_new_tokens=NUM_NEW)
+            second = engine.query(QUESTION, chunks=asked, max_new_tokens=NUM_NEW)
         assert {chunk.used for chunk in first.chunks} == {"prefilled"} and first.answer == answer
         assert len(cold) == 1 and kl(logits, cold[0]) <= EXACT
         assert [chunk.used for chunk in second.chunks] == ["canonical", *["exact"] * (len(order) - 1)]
         assert second.fallback is None and second.patches_kept == ()
         assert second.prefilled_tokens == engine.runner.question_ids(QUESTION).numel()
         assert kl(logits, assembled[-1]) <= min(AUTO_MAX_KL, 1.01 * second.chunks[-1].kl + 1e-9)
+
+
+def processed(runner, sources: list[Path]) -> dict[str, torch.Tensor]:
+    """What the checkpoint's processor makes of all sources and the question in one call."""
+    decoded = [chunk for path in sources for chunk in chunks(str(path), inspect(str(path)), Sampling())]
+    items = [
+        {"type": "text", "text": f"{chunk.text} "} if chunk.kind == "text" else {"type": chunk.kind}
+        for chunk in decoded
+    ]
+    frames = {"image": [], "video": []}
+    for chunk in decoded:
+        if chunk.kind != "text":
+            frames[chunk.kind].append(torch.from_numpy(chunk.frames).movedim(-1, -3))
+    message = {"role": "user", "content": [*items, {"type": "text", "text": QUESTION}]}
+    text = runner.processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    options = {"text_kwargs": {"add_special_tokens": False}, "return_tensors": "pt"}
+    if frames["video"]:
+        clips = [
+            VideoMetadata(total_num_frames=len(clip), fps=2.0, frames_indices=list(range(len(clip))))
+            for clip in frames["video"]
+        ]
+        options |= {
+            "videos": frames["video"],
+            "videos_kwargs": {"do_sample_frames": False, "video_metadata": clips},
+        }
+    return dict(runner.processor(text=[text], images=frames["image"], **options))
+
+
+@every_vision_backbone
+def test_a_prompt_that_is_not_the_one_the_processor_makes_of_all_items(open_backbone, tmp_path, name):
+    engine = open_backbone(name)
+    sources = write_sources(name, tmp_path)
+    engine.ingest(sources)
+    whole = processed(engine.runner, sources)
+    ids, inputs = whole_prompt(engine.runner, model_inputs(engine, numbers(engine)), QUESTION)
+    assert torch.equal(ids, whole.pop("input_ids")[0])
+    whole.pop("attention_mask")
+    assert whole.keys() == inputs.keys()
+    for tensor, expected in whole.items():
+        ours = inputs[tensor][None] if tensor == "mm_token_type_ids" else inputs[tensor]
+        assert torch.equal(ours, torch.as_tensor(expected)), tensor
 
 
 @every_backbone
