@@ -11,6 +11,7 @@ import torch
 
 from kamera_cli.bench.arrangement import Arrangement
 from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, bench_episode, write_episode
+from kamera_cli.errors import RefusedError
 from kamera_cli.jobs.encode import model_inputs
 from kamera_cli.jobs.ingest import IngestOptions
 from kamera_cli.media.source import inspect
@@ -122,6 +123,10 @@ def forced(runner: ModelRunner, question: Question) -> Forced:
 
 
 def _encoded(runner: ModelRunner, path: Path, expected: Episode) -> tuple[list[Segment], list[list[LayerKV]]]:
+    if runner.num_deepstack_layers:
+        raise RefusedError(
+            "this suite recomputes chosen tokens of a cache, which was not proven for models with deepstack features"
+        )
     segments, canonical = [], []
     for _, inputs in model_inputs(runner, str(path), inspect(str(path)), _INGEST):
         encoded = runner.encode(inputs)

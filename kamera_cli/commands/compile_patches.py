@@ -169,9 +169,9 @@ def removal_view(result: CompileResult) -> Iterable[RenderableType]:
     if not result.survivors:
         yield f"window {display(result.window)}: no chunk is conditioned on one that has left; nothing to remove"
         return
-    numbers = " ".join(map(str, result.survivors))
+    who = f"{count(len(result.survivors), 'chunk')} ({' '.join(map(str, result.survivors))})"
     yield (
-        f"window {display(result.window)}: {count(len(result.survivors), 'chunk')} ({numbers}) no longer hold what they "
+        f"window {display(result.window)}: {who} no longer hold what they "
         f"took in from chunks that have left; KL to a prefill of this window {format_number(result.kl_kept)} before, "
         f"{format_number(result.kl_removed)} now"
     )

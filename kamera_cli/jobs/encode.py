@@ -146,7 +146,7 @@ class _Encoder:
         outcome = "found"
         if record is None:
             outcome = "planned" if self._options.dry_run else "encoded"
-            engine.store.check_room(chunk_bytes(engine.runner, inputs.num_tokens))
+            engine.store.check_room(chunk_bytes(engine.runner, inputs))
         if outcome == "encoded":
             record = self._encode(identity, inputs, meta)
         if record is not None:
@@ -181,12 +181,16 @@ class _Encoder:
         return record
 
 
-def chunk_bytes(runner: ModelRunner, num_tokens: int) -> int:
-    """Raw bytes of a chunk: embeddings, the two tensors of every layer, ids and positions."""
+def chunk_bytes(runner: ModelRunner, inputs: ChunkInputs) -> int:
+    """Raw bytes of a chunk: embeddings, the two tensors of every layer, deepstack features, ids and positions."""
     item = torch.empty((), dtype=runner.dtype).element_size()
     hidden = runner.model.get_input_embeddings().weight.shape[1]
     num_axes = 3 if runner.mrope else 1
-    return num_tokens * ((runner.family.token_values() + hidden) * item + 8 * (1 + num_axes))
+    num_bytes = inputs.num_tokens * ((runner.family.token_values() + hidden) * item + 8 * (1 + num_axes))
+    if runner.num_deepstack_layers:
+        num_visual = int((inputs.token_types != 0).sum())
+        num_bytes += num_visual * (runner.num_deepstack_layers * hidden * item + 8)
+    return num_bytes
 
 
 def _meta(engine: Engine, path: str, info: SourceInfo, chunk: MediaChunk, options: IngestOptions) -> dict:
@@ -232,7 +236,7 @@ def _result(
     name: str,
     source: dict,
 ) -> IngestedChunk:
-    raw = chunk_bytes(runner, inputs.num_tokens) if record is None else record.raw_bytes
+    raw = chunk_bytes(runner, inputs) if record is None else record.raw_bytes
     stored = 0 if record is None else record.stored_bytes
     return IngestedChunk(
         key.id, name, 0, outcome, inputs.num_tokens, raw, stored, source["start_s"], source["end_s"]

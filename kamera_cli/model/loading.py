@@ -56,7 +56,8 @@ def load(
         ``auto`` is flash-attn on CUDA where it is installed and the dtype allows it, otherwise SDPA, or the plain
         product of matrices for a model with its own code.
     trust_remote_code : bool
-        Whether the user allowed the checkpoint's own Python code.
+        Whether the user allowed the checkpoint's own Python code. The model itself runs it only where transformers has
+        no class of its own for the architecture.
 
     Raises
     ------
@@ -99,7 +100,8 @@ def _read(
         use_safetensors=True,
         output_loading_info=True,
         local_files_only=True,
-        **options,
+        # An architecture that transformers brings runs as it was verified, whatever code lies beside the weights.
+        **(options if architecture.remote_code else {}),
     )
     if not architecture.has_vision:
         tokenizer = compat.AutoTokenizer.from_pretrained(source, local_files_only=True, **options)

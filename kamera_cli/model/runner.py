@@ -121,6 +121,12 @@ class ModelRunner:
         return self._decoder.config.max_position_embeddings
 
     @property
+    def num_deepstack_layers(self) -> int:
+        """Decoder layers that add visual features to their outputs."""
+        vision = getattr(self.model.config, "vision_config", None)
+        return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         """Token ids that end an answer."""
         eos = getattr(self.model.generation_config, "eos_token_id", None)

@@ -339,11 +339,25 @@ def test_code_of_a_checkpoint_that_fails_ends_in_one_line(folder, body, tmp_path
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    edit(folder, auto_map={"AutoModelForCausalLM": "modeling_own.OwnModel"})
+    own = json.loads((folder / "tokenizer_config.json").read_text())
+    own |= {
+        "auto_map": {"AutoTokenizer": ["modeling_own.OwnTokenizer", None]},
+        "tokenizer_class": "OwnTokenizer",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
     (folder / "modeling_own.py").write_text(body)
     with pytest.raises(RefusedError, match="cannot be loaded") as caught:
         load(open_checkpoint(str(folder), trust_remote_code=True), **LOADING | {"trust_remote_code": True})
     assert "\n" not in str(caught.value)
+
+
+def test_code_beside_the_weights_does_not_take_the_place_of_a_verified_class(folder):
+    """Public DeepSeek-V3 folders bring the code of an older release; what was verified is the class of transformers."""
+    own_code(folder)
+    checkpoint = open_checkpoint(str(folder), trust_remote_code=True)
+    model = load(checkpoint, **LOADING | {"trust_remote_code": True}).model
+    assert type(model).__module__.startswith("transformers.models.")
+    assert not (folder / "marker.txt").exists()
 
 
 def test_a_model_in_parts_or_in_another_dtype_is_noticed_after_loading(folder, monkeypatch):
