@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kamera_cli.errors import UsageError
+from kamera_cli.errors import RefusedError, UsageError
 from kamera_cli.model.compat import VideoMetadata, counts_whole_clip, picture_for
 from kamera_cli.model.positions import RelativePositions, media_positions, text_positions
 
@@ -119,6 +119,8 @@ def media_inputs(
     ------
     UsageError
         ``max_pixels`` for a processor that has no such bound.
+    RefusedError
+        The processor gave placeholders without pixels: their chunk would be the same for every picture.
     """
     options: dict = {"return_tensors": "pt", "text_kwargs": {"add_special_tokens": False}}
     part = processor.image_processor if kind == "image" else processor.video_processor
@@ -139,6 +141,10 @@ def media_inputs(
         for name, value in output.items()
         if name not in _NOT_TENSORS and isinstance(value, torch.Tensor | np.ndarray | list)
     }
+    if not any("pixel_values" in name and tensor.numel() for name, tensor in tensors.items()):
+        raise RefusedError(
+            f"the model's processor gave no pixels for this {kind}, so nothing tells it from others"
+        )
     if not mrope:
         return ChunkInputs(
             kind, token_ids, token_types, tensors, text_positions(token_ids.numel(), mrope=False)
