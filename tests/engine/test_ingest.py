@@ -457,7 +457,10 @@ def test_an_estimate_that_forgets_what_a_backbone_keeps(open_engine, tmp_path, n
     engine = open_engine(model=str(save_backbone(name, tmp_path / "model")))
     sources = [write_passage(tmp_path / "t.txt", 30, 1)]
     if name != "deepseek_v3":
-        sources += [write_noise_image(tmp_path / "a.png", 1), write_noise_video(tmp_path / "b.mp4", 2, seconds=2)]
+        sources += [
+            write_noise_image(tmp_path / "a.png", 1),
+            write_noise_video(tmp_path / "b.mp4", 2, seconds=2),
+        ]
     planned = engine.ingest(sources, dry_run=True)
     written = engine.ingest(sources)
     assert [chunk.raw_bytes for chunk in planned.chunks] == [chunk.raw_bytes for chunk in written.chunks]

@@ -1,4 +1,4 @@
-"""Every RoPE variant that is not refused, in both families: relocated keys and patched answers against the model's own."""
+"""Every RoPE variant that is not refused, in both families: relocated keys and answers against the model's own."""
 
 from __future__ import annotations
 
