@@ -13,7 +13,7 @@ from kamera_cli.errors import KameraError
 from kamera_cli.jobs.ingest import IngestOptions, chunk_name, report
 from kamera_cli.media.errors import MediaError
 from kamera_cli.media.source import MediaChunk, Sampling, SourceInfo, chunks, inspect, num_chunks, printable
-from kamera_cli.model.inputs import ChunkInputs
+from kamera_cli.model.inputs import TYPES, ChunkInputs
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.results import IngestedChunk, IngestedSource
 from kamera_store.keys import Identity
@@ -21,9 +21,6 @@ from kamera_store.records import Record
 
 if TYPE_CHECKING:
     from kamera_cli.engine import Engine
-
-LEAST_TEMPORAL_STEP = 1.0
-"""Below this many positions per grid step, neighbouring steps fall on the same time position (Qwen2.5-VL)."""
 
 
 def sampling(options: IngestOptions, runner: ModelRunner) -> Sampling:
@@ -268,17 +265,19 @@ def _index(
 
 
 def _warn_coarse_time(engine: Engine, inputs: ChunkInputs) -> bool:
-    """One warning when neighbouring grid steps of a video fall on the same time position."""
+    """One warning when neighbouring grid steps of a video fall on the same time position.
+
+    Read off the positions themselves: releases round the seconds of a step in different ways.
+    """
     seconds = inputs.tensors.get("second_per_grid_ts")
-    per_second = (
-        getattr(engine.runner.model.config.vision_config, "tokens_per_second", None)
-        if seconds is not None
-        else None
-    )
-    if per_second is None or float(seconds.min()) * per_second >= LEAST_TEMPORAL_STEP:
+    if seconds is None:
+        return False
+    num_steps = int(inputs.tensors["video_grid_thw"][:, 0].sum())
+    num_positions = inputs.positions.ids[0, inputs.token_types == TYPES["video"]].unique().numel()
+    if num_positions == num_steps:
         return False
     engine.warn(
-        f"at this rate one grid step is {float(seconds.min()):.3g} s, less than one time position of the model "
-        f"({1 / per_second:.3g} s): neighbouring steps fall together"
+        f"at this rate one grid step is {float(seconds.min()):.3g} s, less than the installed model tells apart "
+        f"({num_steps} steps have {num_positions} time positions): neighbouring steps fall together"
     )
     return True
