@@ -39,6 +39,7 @@ __all__ = [
     "quiet_loading",
     "rope_index",
     "rotary_table",
+    "shorten",
     "steps_apart",
     "uses_mrope",
 ]
@@ -142,6 +143,12 @@ def fill_cache(layers: list[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
     for layer, (keys, values) in enumerate(layers):
         cache.update(keys, values, layer)
     return cache
+
+
+def shorten(cache: DynamicCache, num_tokens: int) -> None:
+    """Leave the first tokens of a cache. Every release takes a negative count for how many to drop."""
+    if (excess := cache.get_seq_length() - num_tokens) > 0:
+        cache.crop(-excess)
 
 
 def rope_index(

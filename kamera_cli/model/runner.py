@@ -359,10 +359,20 @@ class ModelRunner:
                 handle.remove()
 
     @torch.inference_mode()
-    def prefill_captured(self, segments: list[Segment]) -> list[list[LayerKV]]:
-        """One cold prefill over the segments in order; position-free KV of each, as it was conditioned there."""
+    def prefill_captured(
+        self, segments: list[Segment], cache: DynamicCache | None = None, start: int = 0
+    ) -> list[list[LayerKV]]:
+        """One prefill over the segments in order; position-free KV of each, as it was conditioned there.
+
+        Parameters
+        ----------
+        cache : DynamicCache, optional
+            What already stands before the segments; it grows by their tokens. None for a cold prefill.
+        start : int
+            Position of the first token on every axis.
+        """
         with self.family.capture() as seen:
-            self._prefill(segments, cache=None)
+            self._prefill(segments, cache, start)
         return self._cut(seen, segments)
 
     @torch.inference_mode()
@@ -413,9 +423,11 @@ class ModelRunner:
         )
         return output.last_hidden_state[0]
 
-    def _prefill(self, segments: list[Segment], cache: DynamicCache | None) -> tuple[torch.Tensor, int]:
+    def _prefill(
+        self, segments: list[Segment], cache: DynamicCache | None, start: int = 0
+    ) -> tuple[torch.Tensor, int]:
         """Last hidden states (T, hidden) over segments in order, and the position of the token that follows."""
-        positions, offset = [], 0
+        positions, offset = [], start
         for segment in segments:
             positions.append(segment.positions.at(offset))
             offset += segment.positions.span
