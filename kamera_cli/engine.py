@@ -38,6 +38,7 @@ from kamera_cli.window import list_windows, load_window
 from kamera_store.kvstore import KVStore
 
 if TYPE_CHECKING:
+    from kamera_cli.hot import HotCache
     from kamera_cli.library import Library
     from kamera_cli.model.runner import ModelRunner
     from kamera_cli.selftest import SelfTest
@@ -72,6 +73,8 @@ class Engine:
         on_progress: Callable[[Progress], None] | None = None,
         on_warning: Callable[[str], None] | None = None,
     ) -> None:
+        if settings.hot_bytes < 0:
+            raise UsageError(f"hot_bytes {settings.hot_bytes}: must not be negative")
         self.settings = settings
         self.progress = on_progress or (lambda _step: None)
         self.warn = on_warning or (lambda _line: None)
@@ -84,6 +87,8 @@ class Engine:
 
     def close(self) -> None:
         """Release the store; the engine can be used again afterwards."""
+        if (hot := self.__dict__.get("hot")) is not None:
+            hot.clear()
         store = self.__dict__.pop("store", None)
         if store is not None:
             store.close()
@@ -164,7 +169,14 @@ class Engine:
 
         names = TENSOR_NAMES[self.checkpoint.architecture.family]
         device = device_of(self.settings.device)
-        return Library(self.store, self.settings.tenant, self.fingerprint, device, names)
+        return Library(self.store, self.settings.tenant, self.fingerprint, device, names, self.hot)
+
+    @cached_property
+    def hot(self) -> HotCache | None:
+        """What is kept in memory of chunks and patches that were used; None with ``Settings.hot_bytes`` 0."""
+        from kamera_cli.hot import HotCache
+
+        return HotCache(self.settings.hot_bytes) if self.settings.hot_bytes else None
 
     @property
     def vision_calls(self) -> int:
@@ -340,9 +352,12 @@ class Engine:
         dry_run: bool = False,
     ) -> EvictResult:
         """Take chunks out of a window; the store keeps them unless ``purge``. Needs no model."""
-        return moves.evict(
+        result = moves.evict(
             self.store, self.settings.tenant, window, chunks, oldest=oldest, purge=purge, dry_run=dry_run
         )
+        if (hot := self.__dict__.get("hot")) is not None:
+            hot.check(self.store)
+        return result
 
     def recall(
         self, chunks: Sequence[str], *, window: str = "default", at: str | int = "end"

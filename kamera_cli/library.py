@@ -7,11 +7,13 @@ relative positions and canonical KV. Nothing is decoded or seen by the vision to
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+from kamera_cli.hot import HotCache, Part, Shelf, Version
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import ChunkInputs, Deepstack, Segment
 from kamera_cli.model.positions import RelativePositions
@@ -24,6 +26,8 @@ from kamera_store.kvstore import KVStore
 from kamera_store.records import Record, TensorBytes
 from kamera_store.tensors import to_bytes, to_torch
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True)
 class Library:
@@ -35,6 +39,8 @@ class Library:
         Where tensors that are read back go.
     names : tuple of str
         What the family calls its rotary and its plain tensor.
+    hot : HotCache or None
+        Where what is read is kept in memory, if anywhere.
     """
 
     store: KVStore
@@ -42,6 +48,7 @@ class Library:
     fingerprint: str
     device: torch.device
     names: tuple[str, str]
+    hot: HotCache | None = None
 
     def chunk_identity(self, inputs: ChunkInputs) -> Identity:
         """Key of a chunk from exactly what the model sees of it (design §3)."""
@@ -86,7 +93,10 @@ class Library:
         )
 
     def segment(self, record: Record) -> Segment:
-        """Stored embeddings and positions: what a conditioned forward starts from."""
+        """Stored embeddings and positions: what a conditioned forward starts from. Not to be written into."""
+        return self._through(record, "segment", lambda: self._read_segment(record))
+
+    def _read_segment(self, record: Record) -> Segment:
         held = {tensor.name for tensor in record.tensors if tensor.layer < 0}
         names = {"embeddings", "positions", "deepstack_at", "deepstack"} & held
         tensors = {
@@ -102,7 +112,10 @@ class Library:
         return Segment(tensors["embeddings"].to(self.device), positions, deepstack)
 
     def positions(self, record: Record) -> RelativePositions:
-        """Stored positions, relative to the chunk's first token."""
+        """Stored positions, relative to the chunk's first token. Not to be written into."""
+        return self._through(record, "positions", lambda: self._read_positions(record))
+
+    def _read_positions(self, record: Record) -> RelativePositions:
         tensors = self.store.read(record, [("positions", -1)])
         return RelativePositions(to_torch(tensors["positions", -1]), record.meta["span"])
 
@@ -111,8 +124,9 @@ class Library:
         return self.as_layer(self.store.read_layer(record, layer))
 
     def layers(self, record: Record) -> list[LayerKV]:
-        """Canonical KV of all layers of a chunk."""
-        return [self.layer(record, layer) for layer in range(record.meta["num_layers"])]
+        """Canonical KV of all layers of a chunk. Not to be written into."""
+        numbers = range(record.meta["num_layers"])
+        return list(self._through(record, "layers", lambda: tuple(self.layer(record, n) for n in numbers)))
 
     def patch_identity(self, chunk: Identity, antecedents: Sequence[Identity], kind: str) -> Identity:
         """Key of a patch: the chunk, the chunks before it (in order for ``exact``), the kind."""
@@ -165,11 +179,41 @@ class Library:
         return self.store.find(identity, tenant=self.tenant)
 
     def patch_layers(self, record: Record) -> list[LayerPatch]:
-        """All layers of a patch."""
-        return [
-            self.as_patch(self.store.read_layer(record, layer), record.meta["energy"][layer])
-            for layer in range(len(record.meta["ranks"]))
-        ]
+        """All layers of a patch. Not to be written into."""
+        numbers = range(len(record.meta["ranks"]))
+
+        def read() -> tuple[LayerPatch, ...]:
+            return tuple(self.restored(record, n, self.store.read_layer(record, n)) for n in numbers)
+
+        return list(self._through(record, "layers", read))
+
+    def shelf(self, records: Sequence[Record]) -> Shelf:
+        """Chunks and patches that are about to be read together."""
+        return Shelf(self, records)
+
+    def version(self, record: Record) -> Version:
+        """What a copy of a record in memory is good for."""
+        return Version(
+            record.tenant, self.fingerprint, record.kind, record.key, record.digest, record.header_checksum
+        )
+
+    def segment_bytes(self, record: Record) -> tuple[int, int]:
+        """Stored bytes of a chunk's embeddings that `segment` has to read, and that are in memory instead."""
+        size = record.tensor("embeddings").stored_bytes
+        hot = self.hot is not None and self.hot.holds(self.version(record), "segment")
+        return (0, size) if hot else (size, 0)
+
+    def _through(self, record: Record, part: Part, read: Callable[[], _T]) -> _T:
+        """From memory, or read and kept there."""
+        return read() if self.hot is None else self.hot.through(self.store, self.version(record), part, read)
+
+    def restored(
+        self, record: Record, layer: int, tensors: Mapping[str, TensorBytes]
+    ) -> LayerKV | LayerPatch:
+        """One stored layer of a chunk or of a patch."""
+        if record.kind == "chunk":
+            return self.as_layer(tensors)
+        return self.as_patch(tensors, record.meta["energy"][layer])
 
     def as_layer(self, tensors: Mapping[str, TensorBytes]) -> LayerKV:
         """One stored layer as fresh tensors."""

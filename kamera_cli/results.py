@@ -119,7 +119,11 @@ class CompileResult:
 
 @dataclass(frozen=True)
 class ChunkReceipt:
-    """What one chunk of an answer was made of; ``energy`` and ``kl`` are None where a patch was cut to a lower rank."""
+    """What one chunk of an answer was made of; ``energy`` and ``kl`` are None where a patch was cut to a lower rank.
+
+    ``bytes_read`` counts stored bytes that were read, ``hot_bytes`` those that were in memory instead
+    (``Settings.hot_bytes``).
+    """
 
     id: str
     number: int
@@ -133,6 +137,7 @@ class ChunkReceipt:
     kl: float | None = None
     bytes_read: int = 0
     why_not: WhyNot | None = None
+    hot_bytes: int = 0
 
 
 @dataclass(frozen=True)

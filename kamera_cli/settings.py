@@ -55,6 +55,9 @@ class Settings:
         ``auto`` is bf16 on a GPU and fp32 on a CPU.
     quota_bytes : int or None
         Bytes that the store may hold; None keeps the quota that the store has.
+    hot_bytes : int
+        Bytes of KV, factors and embeddings that an engine keeps in memory for the next call. 0 keeps none: a command
+        is one process that reads each chunk once, so a copy would serve nobody.
     rehash : bool
         Hash the weight files again although size and time have not changed.
     trust_remote_code : bool
@@ -68,6 +71,7 @@ class Settings:
     dtype: Dtype = "auto"
     attention: Attention = "auto"
     quota_bytes: int | None = None
+    hot_bytes: int = 0
     rehash: bool = False
     trust_remote_code: bool = False
 

@@ -282,6 +282,7 @@ def _reused(
 def _prefilled(engine: Engine, library: Library, found: Sequence[Found], question_ids: torch.Tensor) -> Ready:
     runner = engine.runner
     started = time.perf_counter()
+    sizes = [library.segment_bytes(chunk.record) for chunk in found]
     segments = [library.segment(chunk.record) for chunk in found]
     runner.synchronize()
     read = time.perf_counter()
@@ -289,8 +290,8 @@ def _prefilled(engine: Engine, library: Library, found: Sequence[Found], questio
     cache, logits, captured, end = runner.prefill(whole)
     runner.synchronize()
     stages = Stages(read=1e3 * (read - started), prefill=1e3 * (time.perf_counter() - read))
-    sizes = [chunk.record.tensor("embeddings").stored_bytes for chunk in found]
-    return Ready(cache, logits, end, Reading(stages, tuple(sizes)), tuple(segments), tuple(captured[1:-1]))
+    reading = Reading(stages, *zip(*sizes, strict=True))
+    return Ready(cache, logits, end, reading, tuple(segments), tuple(captured[1:-1]))
 
 
 def _receipts(
@@ -298,7 +299,9 @@ def _receipts(
 ) -> tuple[ChunkReceipt, ...]:
     parts = [(chunk, action) for chunk, action in zip(found, chosen.actions, strict=True)]
     offset, receipts = start, []
-    for (chunk, action), bytes_read in zip(parts, reading.bytes_read, strict=True):
+    for (chunk, action), bytes_read, hot_bytes in zip(
+        parts, reading.bytes_read, reading.hot_bytes, strict=True
+    ):
         patch = chunk.patch if action.used == "exact" else None
         entry = chunk.wanted.entry
         full_rank = None if patch is None else max(patch.meta["ranks"])
@@ -316,6 +319,7 @@ def _receipts(
                 energy=None if patch is None or cut else min(patch.meta["energy"]),
                 kl=None if patch is None or cut else patch.meta["kl"],
                 bytes_read=bytes_read,
+                hot_bytes=hot_bytes,
                 why_not=action.why_not,
             )
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kamera_cli.hot import Shelf
 from kamera_cli.library import Library
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.families.family import LayerKV
@@ -18,10 +20,12 @@ from kamera_store.records import Record
 
 @dataclass(frozen=True)
 class Reading:
-    """Time per stage in ms, and stored bytes that were read for each chunk (its patch included)."""
+    """Time per stage in ms, and for each chunk (its patch included) stored bytes that were read, and that were not
+    because they were in memory."""
 
     stages: Stages
     bytes_read: tuple[int, ...]
+    hot_bytes: tuple[int, ...]
 
 
 @dataclass
@@ -65,13 +69,15 @@ def read_and_assemble(
     """
     started = time.perf_counter()
     clock = _Clock()
+    shelf = library.shelf([*records, *(patch for patch in patches if patch is not None)])
     positions = [library.positions(record) for record in records]
     sizes = [(runner.preamble.positions, runner.preamble.num_tokens)]
     sizes += [(ids, record.meta["num_tokens"]) for ids, record in zip(positions, records, strict=True)]
     placed, end = place(sizes)
     clock.read += time.perf_counter() - started
-    layers = _layers(runner, library, records, patches, clock)
+    layers = _layers(runner, library, shelf, patches, clock)
     cache = assemble(runner.family, layers, joined_positions(placed), rank)
+    shelf.keep()
     runner.synchronize()
     assembled = time.perf_counter() - started - clock.total
     stages = Stages(
@@ -80,40 +86,39 @@ def read_and_assemble(
         transfer=1e3 * clock.transfer,
         assemble=1e3 * assembled,
     )
-    return cache, end, Reading(stages, _bytes_read(records, patches))
+    return cache, end, Reading(stages, *_bytes(shelf, patches))
 
 
 def _layers(
     runner: ModelRunner,
     library: Library,
-    records: Sequence[Record],
+    shelf: Shelf,
     patches: Sequence[Record | None],
     clock: _Clock,
 ) -> Iterator[list[tuple[LayerKV, LayerPatch | None]]]:
-    stored = [*records, *(patch for patch in patches if patch is not None)]
     for layer in range(runner.family.num_layers):
         started = time.perf_counter()
-        fetched = library.store.fetch_layer(stored, layer)
+        fetched = library.store.fetch_layer(shelf.cold, layer)
         read = time.perf_counter()
         decoded = [piece.decode() for piece in fetched]
         decompressed = time.perf_counter()
-        canonical = [library.as_layer(tensors) for tensors in decoded[: len(records)]]
-        factors = iter(decoded[len(records) :])
-        restored = [
-            None if patch is None else library.as_patch(next(factors), patch.meta["energy"][layer])
-            for patch in patches
-        ]
+        restored = shelf.restored(layer, decoded)
+        canonical, factors = restored[: len(patches)], iter(restored[len(patches) :])
+        of_chunks = [None if patch is None else next(factors) for patch in patches]
         clock.read += read - started
         clock.decompress += decompressed - read
         clock.transfer += time.perf_counter() - decompressed
-        yield [(runner.preamble_layers[layer], None), *zip(canonical, restored, strict=True)]
+        yield [(runner.preamble_layers[layer], None), *zip(canonical, of_chunks, strict=True)]
 
 
-def _bytes_read(records: Sequence[Record], patches: Sequence[Record | None]) -> tuple[int, ...]:
-    sizes = []
-    for record, patch in zip(records, patches, strict=True):
-        size = sum(tensor.stored_bytes for tensor in record.tensors if tensor.layer >= 0)
-        sizes.append(
-            size + record.tensor("positions").stored_bytes + (0 if patch is None else patch.stored_bytes)
-        )
-    return tuple(sizes)
+def _bytes(shelf: Shelf, patches: Sequence[Record | None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Stored bytes per chunk, read and in memory."""
+    of_patches = itertools.count(len(patches))
+    read, hot = [], []
+    for index, patch in enumerate(patches):
+        sizes = [shelf.stored_bytes(index)]
+        if patch is not None:
+            sizes.append(shelf.stored_bytes(next(of_patches)))
+        read.append(sum(size for size, _ in sizes))
+        hot.append(sum(size for _, size in sizes))
+    return tuple(read), tuple(hot)

@@ -22,7 +22,7 @@ from .errors import (
     UnsupportedDtypeError,
 )
 from .eviction import EvictionPlan
-from .header import decode_header
+from .header import decode_header, header_checksum
 from .keys import Identity
 from .records import Record, TensorBytes
 from .room import DEFAULT_QUOTA_BYTES, QUOTA_KEY, plan_room, quota_of, reserve, stored_quota
@@ -366,6 +366,15 @@ class KVStore:
 
         with self._env.read() as txn:
             return [payload.fetch_layer(txn, record, layer) for record in records]
+
+    def writings(self, keys: Iterable[bytes]) -> dict[bytes, int | None]:
+        """By key, which writing of a record stands (`Record.header_checksum`), in one short transaction; None for
+        a key without a record. For copies in memory, which must not outlive what they were read from."""
+        with self._env.read() as txn:
+            headers = {bytes(key): txn.get("records", bytes(key)) for key in keys}
+            return {
+                key: None if header is None else header_checksum(header) for key, header in headers.items()
+            }
 
     def iterate(self, kind: str | None = None, tenant: str | None = None) -> Iterator[Record]:
         """All sound records in id order, in short transactions; damaged ones are skipped with a warning."""
