@@ -11,7 +11,7 @@ import torch
 
 from kamera_cli.errors import KameraError
 from kamera_cli.jobs.ingest import IngestOptions, chunk_name, report
-from kamera_cli.media.errors import MediaError
+from kamera_cli.media.errors import MediaError, UnfitMediaError
 from kamera_cli.media.source import MediaChunk, Sampling, SourceInfo, chunks, inspect, num_chunks, printable
 from kamera_cli.model.inputs import TYPES, ChunkInputs
 from kamera_cli.model.runner import ModelRunner
@@ -48,7 +48,7 @@ def model_inputs(
                     start_s=chunk.start_s or 0.0,
                 )
             except ValueError as error:
-                raise MediaError(path, f"the model's processor refuses it: {error}") from error
+                raise UnfitMediaError(path, f"the model's processor refuses it: {error}") from error
             yield chunk, inputs
 
 
@@ -74,8 +74,9 @@ def encode_source(
     Raises
     ------
     MediaError
-        The file cannot be decoded, changed while it was read, holds no token, or is of a kind that the model does
-        not take.
+        The file cannot be decoded, changed while it was read, or holds no token.
+    UnfitMediaError
+        The model does not take its kind, its processor refuses it, or a chunk is longer than its context.
     NoRoomError
         The quota leaves no room for a chunk; chunks before it stay.
     """
@@ -84,7 +85,7 @@ def encode_source(
         raise MediaError(path, "it changed while it was being read", "ingest it again when it is finished")
     kinds = engine.checkpoint.architecture.media
     if info.kind not in kinds:
-        raise MediaError(
+        raise UnfitMediaError(
             path, f"it is {info.kind}, and model {engine.checkpoint.label} takes {', '.join(kinds)}"
         )
     if not options.dry_run:
@@ -156,7 +157,7 @@ class _Encoder:
         length = runner.preamble.positions.span + inputs.positions.span
         if length > runner.max_tokens:
             label = self._engine.checkpoint.label
-            raise MediaError(
+            raise UnfitMediaError(
                 self._path,
                 f"a chunk takes {length} tokens with the preamble, the context of {label} is {runner.max_tokens}",
                 "cut it shorter with --chunk-tokens or --chunk-seconds",

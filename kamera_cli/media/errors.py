@@ -65,7 +65,14 @@ class MediaError(KameraError):
         super().__init__(f"{self.path}: {self.reason}" + (f"; {self.hint}" if self.hint else ""))
 
     def __reduce__(self) -> tuple:
-        return MediaError, (self.path, self.reason, self.hint)
+        return type(self), (self.path, self.reason, self.hint)
+
+
+class UnfitMediaError(MediaError):
+    """A sound file that the model at hand cannot take: another kind of media, or more than its context or processor
+    takes (exit code 2)."""
+
+    exit_code = 2
 
 
 def _one_line(text: str) -> str:
