@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from kamera_cli.errors import RefusedError, UsageError
 from kamera_cli.jobs import ingest as ingest_job
 from kamera_cli.jobs import moves
+from kamera_cli.live import Window
 from kamera_cli.model.checkpoint import (
     Checkpoint,
     Contents,
@@ -33,7 +34,7 @@ from kamera_cli.results import (
     RecallResult,
     WindowView,
 )
-from kamera_cli.settings import Settings
+from kamera_cli.settings import Settings, checked_name
 from kamera_cli.window import list_windows, load_window
 from kamera_store.kvstore import KVStore
 
@@ -50,7 +51,10 @@ _DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class Engine:
-    """One store and one model.
+    """One store and one model, for as many calls as a process makes.
+
+    The model is loaded by the first call that needs it, once. With ``Settings.hot_bytes`` what was read of a chunk or a
+    patch stays in memory, so that asking again reads nothing. Calls from several threads are safe.
 
     Parameters
     ----------
@@ -369,6 +373,16 @@ class Engine:
         from kamera_cli.jobs import patches
 
         return patches.recall(self, chunks, window, moves.position(at))
+
+    def open_window(self, name: str = "default") -> Window:
+        """A window as one object to hold on to; the window itself begins with its first ingest.
+
+        Raises
+        ------
+        UsageError
+            Nothing can be called so.
+        """
+        return Window(self, checked_name("window", name))
 
     def window(self, name: str = "default") -> WindowView:
         """A window of this tenant; `NotFoundError` when there is none."""
