@@ -18,6 +18,7 @@ from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import ChunkInputs, Deepstack, Segment
 from kamera_cli.model.positions import RelativePositions
 from kamera_cli.model.runner import EncodedChunk
+from kamera_cli.operator.orbit import Coefficients
 from kamera_cli.operator.patch import Factors, LayerPatch
 from kamera_cli.results import WindowEntry
 from kamera_store.errors import DamagedError, DamagedRecordWarning
@@ -140,6 +141,19 @@ class Library:
             warnings.warn(f"{error}; counted as a miss", DamagedRecordWarning, stacklevel=2)
             return None
 
+    def find_orbit(self, chunk: Identity, antecedents: Sequence[Identity]) -> tuple[Record, ...]:
+        """The orbit patch for these antecedents in any order, after the record that holds its V; nothing if none."""
+        patch = self.find_patch(chunk, antecedents, "orbit")
+        if patch is None or "basis" not in patch.meta:
+            return () if patch is None else (patch,)
+        basis = self.store.get(bytes.fromhex(patch.meta["basis"]))
+        fits = (
+            basis is not None
+            and basis.tenant == self.tenant
+            and basis.digest.hex() == patch.meta["basis_digest"]
+        )
+        return (basis, patch) if fits and basis.meta["version"] == patch.meta["version"] else ()
+
     def put_patch(
         self,
         chunk: Record,
@@ -149,15 +163,20 @@ class Library:
         *,
         meta: Mapping,
         cost_ms: float,
+        basis: Record | None = None,
     ) -> Record:
-        """Write a patch in place of an older one for the same conditioning; returns its record."""
+        """Write a patch in place of an older one for the same conditioning; returns its record.
+
+        With a ``basis`` only U is written: V is that of the given patch of the same orbit.
+        """
         of_chunk = Identity("chunk", chunk.key, chunk.digest)
         identity = self.patch_identity(of_chunk, antecedents, kind)
         tensors = []
         for layer, patch in enumerate(layers):
             for name, factors in zip(self.names, (patch.rotary, patch.plain), strict=True):
                 tensors.append(to_bytes(f"{name}_u", factors.u, layer=layer))
-                tensors.append(to_bytes(f"{name}_v", factors.v, layer=layer))
+                if basis is None:
+                    tensors.append(to_bytes(f"{name}_v", factors.v, layer=layer))
         described = {
             "chunk": of_chunk.id,
             "antecedents": [antecedent.id for antecedent in antecedents],
@@ -165,6 +184,7 @@ class Library:
             "ranks": [patch.rank for patch in layers],
             "energy": [min(patch.rotary_energy, patch.plain_energy) for patch in layers],
             "fingerprint": self.fingerprint,
+            **({} if basis is None else {"basis": basis.id, "basis_digest": basis.digest.hex()}),
             **meta,
         }
         self.store.put(
@@ -209,11 +229,15 @@ class Library:
 
     def restored(
         self, record: Record, layer: int, tensors: Mapping[str, TensorBytes]
-    ) -> LayerKV | LayerPatch:
+    ) -> LayerKV | LayerPatch | Coefficients:
         """One stored layer of a chunk or of a patch."""
         if record.kind == "chunk":
             return self.as_layer(tensors)
-        return self.as_patch(tensors, record.meta["energy"][layer])
+        energy = record.meta["energy"][layer]
+        if "basis" in record.meta:
+            u = (to_torch(tensors[f"{name}_u"]).to(self.device) for name in self.names)
+            return Coefficients(*u, energy, energy)
+        return self.as_patch(tensors, energy)
 
     def as_layer(self, tensors: Mapping[str, TensorBytes]) -> LayerKV:
         """One stored layer as fresh tensors."""

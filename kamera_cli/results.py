@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Used = Literal["exact", "canonical", "blind", "prefilled"]
+Used = Literal["exact", "orbit", "composed", "canonical", "blind", "prefilled"]
 WhyNot = Literal["no_patch", "max_kl", "low_energy", "damaged"]
 
 
@@ -122,7 +122,7 @@ class ChunkReceipt:
     """What one chunk of an answer was made of; ``energy`` and ``kl`` are None where a patch was cut to a lower rank.
 
     ``bytes_read`` counts stored bytes that were read, ``hot_bytes`` those that were in memory instead
-    (``Settings.hot_bytes``).
+    (``Settings.hot_bytes``). ``pairs`` are the patches that a composed one was made of.
     """
 
     id: str
@@ -138,6 +138,7 @@ class ChunkReceipt:
     bytes_read: int = 0
     why_not: WhyNot | None = None
     hot_bytes: int = 0
+    pairs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

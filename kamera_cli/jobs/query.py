@@ -14,12 +14,13 @@ from kamera_cli.generate import Chooser, decode
 from kamera_cli.jobs.common import Conditioned, conditioning, ordered, refuse_other_model, require_context
 from kamera_cli.jobs.compare import compare
 from kamera_cli.jobs.firstuse import keep_patches
+from kamera_cli.jobs.offers import StoredOffer, is_basis_only, offers
 from kamera_cli.jobs.reading import Reading, read_and_assemble
 from kamera_cli.library import Library, identity_of
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
-from kamera_cli.operator.plan import Action, Offer, Plan, Reuse, Wanted, plan
+from kamera_cli.operator.plan import Action, Plan, Reuse, Wanted, plan
 from kamera_cli.results import ChunkReceipt, QueryResult, Stages
 from kamera_cli.window import load_window, reconditioned, update_window
 from kamera_store.errors import DamagedError, MissingRecordError
@@ -46,11 +47,15 @@ class QueryOptions:
 
 @dataclass(frozen=True)
 class Found:
-    """A chunk of the arrangement as the store has it: its record, and the patch that fits, if any."""
+    """A chunk of the arrangement as the store has it: its record, and the patches that fit, best first."""
 
     wanted: Conditioned
     record: Record
-    patch: Record | None
+    patches: tuple[StoredOffer, ...]
+
+    def chosen(self, action: Action) -> tuple[Record, ...]:
+        """What is read for the patch that was chosen."""
+        return next((stored.records for stored in self.patches if stored.offer == action.offer), ())
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,11 @@ def query(
         if chunks is None:
             update_window(engine.store, engine.settings.tenant, window, reconditioned)
     engine.store.touch(
-        [record.key for chunk in found for record in (chunk.record, chunk.patch) if record is not None]
+        [
+            record.key
+            for chunk, action in zip(found, chosen.actions, strict=True)
+            for record in (chunk.record, *chunk.chosen(action))
+        ]
     )
     total_ms = 1e3 * (time.perf_counter() - started)
     receipts = _receipts(found, chosen, ready.reading, runner.preamble.positions.span, options.rank)
@@ -178,10 +187,8 @@ def _find(library: Library, chunk: Conditioned) -> Found:
         raise NotFoundError(
             f"chunk {chunk.entry.number} ({chunk.entry.name}) is no longer in the store; ingest its source again"
         )
-    patch = None
-    if chunk.antecedents:
-        patch = library.find_patch(identity_of(chunk.entry), chunk.antecedents, "exact")
-    return Found(chunk, record, patch)
+    patches = offers(library, identity_of(chunk.entry), chunk.antecedents) if chunk.antecedents else ()
+    return Found(chunk, record, patches)
 
 
 def _wanted(found: Sequence[Found]) -> list[Wanted]:
@@ -191,14 +198,10 @@ def _wanted(found: Sequence[Found]) -> list[Wanted]:
             num_antecedents=len(chunk.wanted.entry.conditioned_on)
             if chunk.wanted.antecedents is None
             else len(chunk.wanted.antecedents),
-            offer=None if chunk.patch is None else _offer(chunk.patch),
+            offers=tuple(stored.offer for stored in chunk.patches),
         )
         for chunk in found
     ]
-
-
-def _offer(patch: Record) -> Offer:
-    return Offer(patch.key, patch.meta["kind"], patch.meta["kl"], min(patch.meta["energy"]))
 
 
 def _require_fit(engine: Engine, found: Sequence[Found], num_more: int) -> None:
@@ -252,7 +255,11 @@ def _without(found: Sequence[Found], error: DamagedError | MissingRecordError) -
         if isinstance(error, DamagedError)
         else ("no_patch", "a patch was evicted meanwhile")
     )
-    blamed = [error.key in (chunk.record.key, chunk.patch and chunk.patch.key) for chunk in found]
+    blamed = [
+        any(error.key in (chunk.record.key, *stored.offer.keys) for stored in chunk.patches)
+        or error.key == chunk.record.key
+        for chunk in found
+    ]
     return Plan(tuple(Action("prefilled", why_not=why if blame else None) for blame in blamed), fallback)
 
 
@@ -265,10 +272,7 @@ def _reused(
     rank: int | None,
 ) -> Ready:
     runner = engine.runner
-    patches = [
-        chunk.patch if action.used == "exact" else None
-        for chunk, action in zip(found, chosen.actions, strict=True)
-    ]
+    patches = [chunk.chosen(action) for chunk, action in zip(found, chosen.actions, strict=True)]
     cache, end, reading = read_and_assemble(runner, library, found_records(found), patches, rank)
     started = time.perf_counter()
     logits = runner.extend(
@@ -302,9 +306,12 @@ def _receipts(
     for (chunk, action), bytes_read, hot_bytes in zip(
         parts, reading.bytes_read, reading.hot_bytes, strict=True
     ):
-        patch = chunk.patch if action.used == "exact" else None
-        entry = chunk.wanted.entry
-        full_rank = None if patch is None else max(patch.meta["ranks"])
+        parts, offer, entry = chunk.chosen(action), action.offer, chunk.wanted.entry
+        full_rank = (
+            sum(max(part.meta["ranks"]) for part in parts if not is_basis_only(part, parts))
+            if parts
+            else None
+        )
         cut = full_rank is not None and rank is not None and rank < full_rank
         receipts.append(
             ChunkReceipt(
@@ -314,12 +321,13 @@ def _receipts(
                 used=action.used,
                 num_tokens=entry.num_tokens,
                 position=offset,
-                patch=None if patch is None else patch.id,
+                patch=parts[-1].id if parts and action.used != "composed" else None,
                 rank=rank if cut else full_rank,
-                energy=None if patch is None or cut else min(patch.meta["energy"]),
-                kl=None if patch is None or cut else patch.meta["kl"],
+                energy=None if offer is None or cut else offer.energy,
+                kl=None if offer is None or cut else offer.kl,
                 bytes_read=bytes_read,
                 hot_bytes=hot_bytes,
+                pairs=tuple(part.id for part in parts) if action.used == "composed" else (),
                 why_not=action.why_not,
             )
         )

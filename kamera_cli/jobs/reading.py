@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kamera_cli.hot import Shelf
+from kamera_cli.jobs.offers import merged
 from kamera_cli.library import Library
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.families.family import LayerKV
@@ -43,15 +44,17 @@ def read_and_assemble(
     runner: ModelRunner,
     library: Library,
     records: Sequence[Record],
-    patches: Sequence[Record | None],
+    patches: Sequence[Sequence[Record]],
     rank: int | None = None,
 ) -> tuple[DynamicCache, int, Reading]:
     """A fresh cache of preamble and chunks at their places.
 
     Parameters
     ----------
-    records, patches : sequence of Record
-        Chunks in prompt order, and the patch of each or None.
+    records : sequence of Record
+        Chunks in prompt order.
+    patches : sequence of sequence of Record
+        What the patch of each is made of: nothing, one patch, the basis and coefficients of an orbit, or pairs.
     rank : int or None
         Use only the first directions of each patch.
 
@@ -69,7 +72,7 @@ def read_and_assemble(
     """
     started = time.perf_counter()
     clock = _Clock()
-    shelf = library.shelf([*records, *(patch for patch in patches if patch is not None)])
+    shelf = library.shelf([*records, *itertools.chain.from_iterable(patches)])
     positions = [library.positions(record) for record in records]
     sizes = [(runner.preamble.positions, runner.preamble.num_tokens)]
     sizes += [(ids, record.meta["num_tokens"]) for ids, record in zip(positions, records, strict=True)]
@@ -93,7 +96,7 @@ def _layers(
     runner: ModelRunner,
     library: Library,
     shelf: Shelf,
-    patches: Sequence[Record | None],
+    patches: Sequence[Sequence[Record]],
     clock: _Clock,
 ) -> Iterator[list[tuple[LayerKV, LayerPatch | None]]]:
     for layer in range(runner.family.num_layers):
@@ -104,21 +107,19 @@ def _layers(
         decompressed = time.perf_counter()
         restored = shelf.restored(layer, decoded)
         canonical, factors = restored[: len(patches)], iter(restored[len(patches) :])
-        of_chunks = [None if patch is None else next(factors) for patch in patches]
+        of_chunks = [merged([next(factors) for _ in parts], parts, layer) for parts in patches]
         clock.read += read - started
         clock.decompress += decompressed - read
         clock.transfer += time.perf_counter() - decompressed
         yield [(runner.preamble_layers[layer], None), *zip(canonical, of_chunks, strict=True)]
 
 
-def _bytes(shelf: Shelf, patches: Sequence[Record | None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _bytes(shelf: Shelf, patches: Sequence[Sequence[Record]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Stored bytes per chunk, read and in memory."""
     of_patches = itertools.count(len(patches))
     read, hot = [], []
-    for index, patch in enumerate(patches):
-        sizes = [shelf.stored_bytes(index)]
-        if patch is not None:
-            sizes.append(shelf.stored_bytes(next(of_patches)))
+    for index, parts in enumerate(patches):
+        sizes = [shelf.stored_bytes(index), *(shelf.stored_bytes(next(of_patches)) for _ in parts)]
         read.append(sum(size for size, _ in sizes))
         hot.append(sum(size for _, size in sizes))
     return tuple(read), tuple(hot)

@@ -8,6 +8,7 @@ from typing import Literal
 from kamera_cli.results import Used, WhyNot
 
 Reuse = Literal["auto", "patched", "blind", "none"]
+PatchKind = Literal["exact", "orbit", "composed"]
 
 AUTO_MAX_KL = 0.05
 """Largest measured KL, in nats, of a patch that ``auto`` uses unless told otherwise."""
@@ -19,10 +20,21 @@ may read what a patch of few directions left out."""
 
 @dataclass(frozen=True)
 class Offer:
-    """A stored patch that fits a chunk and its antecedents; ``kl`` and ``energy`` were measured when it was formed."""
+    """What the store has for a chunk after its antecedents.
 
-    key: bytes
-    kind: str
+    Attributes
+    ----------
+    keys : tuple of bytes
+        Records that are read: one patch, or the pairs that a composed one is made of.
+    kind : {"exact", "orbit", "composed"}
+    kl : float or None
+        Measured when it was formed; of a composed patch the bound that was measured for so many antecedents.
+    energy : float
+        Smallest captured share over layers.
+    """
+
+    keys: tuple[bytes, ...]
+    kind: PatchKind
     kl: float | None
     energy: float
 
@@ -35,13 +47,13 @@ class Wanted:
     ----------
     num_antecedents : int
         Chunks that it is to be conditioned on; 0 when nothing stands before it.
-    offer : Offer or None
-        The stored patch for exactly these antecedents.
+    offers : tuple of Offer
+        What fits these antecedents, best first: exact, orbit, composed.
     """
 
     chunk: bytes
     num_antecedents: int
-    offer: Offer | None = None
+    offers: tuple[Offer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class Action:
     """What is used for one chunk; ``why_not`` says why nothing better was."""
 
     used: Used
-    patch: bytes | None = None
+    offer: Offer | None = None
     why_not: WhyNot | None = None
 
 
@@ -62,7 +74,7 @@ class Plan:
 
 
 def plan(wanted: list[Wanted], *, reuse: Reuse, max_kl: float | None) -> Plan:
-    """Choose for each chunk in this order: nothing needed, exact patch, fallback.
+    """Choose for each chunk in this order: nothing needed, exact patch, orbit patch, composed patch, fallback.
 
     With ``auto`` one miss makes the whole arrangement a prefill from stored embeddings, so the answer is right and the
     patches come free. ``patched`` never prefills: the caller refuses a plan with misses. ``blind`` never patches;
@@ -88,13 +100,20 @@ def _action(chunk: Wanted, reuse: Reuse, max_kl: float | None) -> Action:
         return Action("canonical")
     if reuse == "blind":
         return Action("blind")
-    if chunk.offer is None:
-        return Action("blind", why_not="no_patch")
-    if reuse == "auto" and chunk.offer.energy < AUTO_MIN_ENERGY:
-        return Action("blind", why_not="low_energy")
-    if max_kl is not None and (chunk.offer.kl is None or chunk.offer.kl > max_kl):
-        return Action("blind", why_not="max_kl")
-    return Action("exact", patch=chunk.offer.key)
+    refusals = [refusal(offer, reuse, max_kl) for offer in chunk.offers]
+    for offer, why_not in zip(chunk.offers, refusals, strict=True):
+        if why_not is None:
+            return Action(offer.kind, offer)
+    return Action("blind", why_not=refusals[0] if refusals else "no_patch")
+
+
+def refusal(offer: Offer, reuse: Reuse, max_kl: float | None) -> WhyNot | None:
+    """Why an offer is not used; None when it is good enough."""
+    if reuse == "auto" and offer.energy < AUTO_MIN_ENERGY:
+        return "low_energy"
+    if max_kl is not None and (offer.kl is None or offer.kl > max_kl):
+        return "max_kl"
+    return None
 
 
 def _because(misses: list[WhyNot], num_chunks: int) -> str:

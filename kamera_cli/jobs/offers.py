@@ -1,0 +1,61 @@
+"""What the store has for a chunk after its antecedents: offers for the plan, and how each is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kamera_cli.operator.orbit import Coefficients
+from kamera_cli.operator.patch import LayerPatch
+from kamera_cli.operator.plan import Offer
+
+if TYPE_CHECKING:
+    from kamera_cli.jobs.common import Chain
+    from kamera_cli.library import Library
+    from kamera_store.keys import Identity
+    from kamera_store.records import Record
+
+
+@dataclass(frozen=True)
+class StoredOffer:
+    """An offer and the records that are read for it."""
+
+    offer: Offer
+    records: tuple[Record, ...]
+
+
+def offers(library: Library, chunk: Identity, antecedents: Chain) -> tuple[StoredOffer, ...]:
+    """Patches for a chunk after antecedents in this order, best first: exact, then orbit."""
+    found = []
+    exact = library.find_patch(chunk, antecedents, "exact")
+    if exact is not None:
+        found.append(_offer((exact,), "exact"))
+    orbit = library.find_orbit(chunk, antecedents)
+    if orbit:
+        found.append(_offer(orbit, "orbit"))
+    return tuple(found)
+
+
+def _offer(records: tuple[Record, ...], kind: str) -> StoredOffer:
+    patch = records[-1]
+    keys = tuple(record.key for record in records)
+    return StoredOffer(Offer(keys, kind, patch.meta["kl"], min(patch.meta["energy"])), records)
+
+
+def is_basis_only(record: Record, parts: Sequence[Record]) -> bool:
+    """Whether a record only lends its V to the one that is read with it."""
+    return any(other.meta.get("basis") == record.id for other in parts)
+
+
+def merged(
+    restored: Sequence[LayerPatch | Coefficients], parts: Sequence[Record], layer: int
+) -> LayerPatch | None:
+    """One layer of a chunk's patch from what was read for it."""
+    if not restored:
+        return None
+    if isinstance(restored[-1], Coefficients):
+        basis, coefficients = restored
+        return coefficients.on(basis)
+    (patch,) = restored
+    return patch
