@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +25,7 @@ from .errors import (
 from .eviction import EvictionPlan
 from .header import decode_header, header_checksum
 from .keys import Identity
-from .records import Record, TensorBytes
+from .records import Record, TensorBytes, TensorInfo
 from .room import DEFAULT_QUOTA_BYTES, QUOTA_KEY, plan_room, quota_of, reserve, stored_quota
 from .segments import needed_bytes
 from .states import State
@@ -32,6 +33,8 @@ from .stats import Stats, gather
 from .transaction import Transaction
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from .integrity import CompactReport, VerifyReport
     from .payload import FetchedLayer, Prepared
 
@@ -48,10 +51,18 @@ class _ShortageError(Exception):
 
 
 class KVStore:
-    """A store opened by this process: get one with `open`. A context manager, and safe between threads."""
+    """A store opened by this process: get one with `open`. A context manager, and safe between threads.
+
+    Attributes
+    ----------
+    bytes_read : int
+        Stored tensor bytes that were copied out of the data file through this handle so far.
+    """
 
     def __init__(self, env: Environment, read_only: bool) -> None:
         self._env, self.read_only = env, read_only
+        self.bytes_read = 0
+        self._counting = threading.Lock()
         self._closed = False
 
     @classmethod
@@ -346,6 +357,7 @@ class KVStore:
             now = payload.current(txn, record)
             infos = now.tensors if wanted is None else [now.tensor(name, layer) for name, layer in wanted]
             fetched = payload.fetch(txn, now, infos)
+        self._count(fetched)
         return {(info.name, info.layer): payload.decode(now, info, stored) for info, stored in fetched}
 
     def read_layer(self, record: Record, layer: int) -> dict[str, TensorBytes]:
@@ -355,6 +367,7 @@ class KVStore:
         with self._env.read() as txn:
             now = payload.current(txn, record)
             fetched = payload.fetch(txn, now, now.layer_tensors(layer))
+        self._count(fetched)
         return {info.name: payload.decode(now, info, stored) for info, stored in fetched}
 
     def fetch_layer(self, records: Iterable[Record], layer: int) -> list[FetchedLayer]:
@@ -365,7 +378,14 @@ class KVStore:
         from . import payload
 
         with self._env.read() as txn:
-            return [payload.fetch_layer(txn, record, layer) for record in records]
+            layers = [payload.fetch_layer(txn, record, layer) for record in records]
+        for fetched in layers:
+            self._count(fetched.pieces)
+        return layers
+
+    def _count(self, fetched: list[tuple[TensorInfo, np.ndarray]]) -> None:
+        with self._counting:
+            self.bytes_read += sum(info.stored_bytes for info, _ in fetched)
 
     def writings(self, keys: Iterable[bytes]) -> dict[bytes, int | None]:
         """By key, which writing of a record stands (`Record.header_checksum`), in one short transaction; None for

@@ -34,6 +34,15 @@ def test_every_order_gives_the_expected_answer():
     assert printed.count(f"'{expected}' in") == 12
 
 
+def test_the_agent_in_a_small_window_gives_the_answers_of_one_that_encodes_again():
+    printed = run("examples/agent_loop.py")
+    rows = {line[:28].strip(): line[28:].split("  ") for line in printed.splitlines() if len(line) == 70}
+    cells = {label: [cell.strip() for cell in cells if cell.strip()] for label, cells in rows.items()}
+    count = re.match(r"(\d+) questions", printed)[1]
+    assert cells["right answers"] == cells["same as re-encode"] == [f"{count} of {count}"] * 3
+    assert cells["vision tower, forwards"] == ["0", count, "0"]
+
+
 def test_the_snippet_of_the_readme_prints_what_its_comments_say(tmp_path):
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
