@@ -101,7 +101,7 @@ class HotCache:
             while self._held_bytes > self.limit_bytes:
                 self._drop(next(iter(self._held)))
 
-    def keys(self) -> frozenset[bytes]:
+    def record_keys(self) -> frozenset[bytes]:
         """Record keys of which something is kept."""
         with self._lock:
             return frozenset(version.key for version in self._held)
@@ -121,7 +121,7 @@ class HotCache:
 
     def check(self, store: KVStore, also: Iterable[bytes] = ()) -> dict[bytes, int | None]:
         """Drop what the store no longer has; the writing that stands for each kept key, and for ``also``."""
-        standing = store.writings({*self.keys(), *also})
+        standing = store.writings({*self.record_keys(), *also})
         self.drop_all_but(standing)
         return standing
 

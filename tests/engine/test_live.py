@@ -110,15 +110,15 @@ def test_a_purge_by_another_engine_leaves_no_hot_copy(compiled):
     with pytest.raises(NotFoundError):
         engine.query(QUESTION, reuse="patched")
     engine.query(QUESTION, chunks=["2"], reuse="patched")
-    assert gone not in engine.hot.keys()
-    assert all(engine.store.get(key) is not None for key in engine.hot.keys())
+    assert gone not in engine.hot.record_keys()
+    assert all(engine.store.get(key) is not None for key in engine.hot.record_keys())
 
 
 def test_a_purge_through_the_engine_drops_its_copies_at_once(compiled):
     engine, _ = compiled
     logits_of(engine)
     engine.evict(["2"], purge=True)
-    assert all(engine.store.get(key) is not None for key in engine.hot.keys())
+    assert all(engine.store.get(key) is not None for key in engine.hot.record_keys())
     assert engine.hot.held_bytes == tensor_bytes(held_tensors(engine.hot))
 
 
