@@ -262,7 +262,7 @@ class Engine:
         chunks: Sequence[str] | None = None,
         *,
         window: str = "default",
-        kind: Literal["exact", "removal"] = "exact",
+        kind: Literal["exact", "orbit", "removal"] = "exact",
         rank: int | Literal["auto"] = "auto",
         energy: float = 0.99,
         factor_dtype: str = "auto",
@@ -274,7 +274,9 @@ class Engine:
         ----------
         chunks : sequence of str or None
             An order (numbers, names, ids); None for the window's own.
-        kind : {"exact", "removal"}
+        kind : {"exact", "orbit", "removal"}
+            ``orbit`` forms patches for every set of the given chunks before each of them, so that any order is served;
+            at most `kamera_cli.operator.orbit.ORBIT_LIMIT` chunks.
             ``removal`` takes what chunks absorbed from chunks that have left the window out of them again.
         rank : int or "auto"
             ``auto`` captures ``energy`` of ‖Δ‖² per layer, at most rank 64.
@@ -282,10 +284,10 @@ class Engine:
         probe : str
             Question on which the KL of each patch is measured; empty for the template's closing tokens alone.
         """
-        from kamera_cli.jobs import patches, removal
+        from kamera_cli.jobs import orbit, patches, removal
 
-        if kind not in ("exact", "removal"):
-            raise UsageError(f"--kind {kind} is not supported (supported: exact, removal)")
+        if kind not in ("exact", "orbit", "removal"):
+            raise UsageError(f"--kind {kind} is not supported (supported: exact, orbit, removal)")
         if not 0 < energy <= 1:
             raise UsageError(f"--energy {energy}: must be above 0 and at most 1")
         options = patches.PatchOptions(rank, energy, factor_dtype, probe)
@@ -293,6 +295,8 @@ class Engine:
             if chunks is not None:
                 raise UsageError("--kind removal goes by the window's own order; name no chunks")
             return removal.remove(self, window, options)
+        if kind == "orbit":
+            return orbit.compile_orbit(self, chunks, window, options)
         return patches.compile_window(self, chunks, window, options)
 
     def query(

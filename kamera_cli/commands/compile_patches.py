@@ -22,10 +22,11 @@ def compile_patches(
     chunks: ChunksArgument = None,
     window: WindowOption = "default",
     kind: Annotated[
-        Literal["exact", "removal"],
+        Literal["exact", "orbit", "removal"],
         typer.Option(
             "--kind",
-            help="exact: for the antecedents in this order; removal: survivors forget what has left the window",
+            help="exact: for the antecedents in this order; orbit: for every order of up to 5 chunks; "
+            "removal: survivors forget what has left the window",
         ),
     ] = "exact",
     rank: Annotated[
@@ -121,7 +122,7 @@ def view(result: CompileResult) -> Iterable[RenderableType]:
     """What people see."""
     if result.kind == "removal":
         yield from removal_view(result)
-    if not result.patches and result.kind == "exact":
+    if not result.patches and result.kind != "removal":
         yield f"window {display(result.window)}: no chunk stands after another one, so there is nothing to patch"
         return
     if not result.patches:

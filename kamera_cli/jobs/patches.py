@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -17,16 +17,16 @@ from kamera_cli.jobs.common import (
     maximal,
     ordered,
     refuse_other_model,
-    require_context,
     require_record,
 )
+from kamera_cli.jobs.conditioned import Prefilled, count_branches, each_branch
+from kamera_cli.jobs.measuring import Part, logits_behind, places_of
 from kamera_cli.library import Library
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.loading import DTYPES
-from kamera_cli.model.runner import ModelRunner
-from kamera_cli.operator.assemble import assemble, joined_positions, place
-from kamera_cli.operator.patch import LayerPatch, check_rank, form
+from kamera_cli.model.scoring import logits_after
+from kamera_cli.operator.patch import check_rank, form
 from kamera_cli.results import CompileResult, FormedPatch, Progress, RecallResult
 from kamera_cli.window import load_window, pick, recalled, update_window
 from kamera_store.records import Record
@@ -43,6 +43,7 @@ class PatchOptions:
     energy: float = 0.99
     factor_dtype: str = "auto"
     probe: str = ""
+    time_prefill: bool = False
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -56,12 +57,30 @@ class PatchOptions:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A span of an assembled prompt in memory: positions and, per layer, KV with an optional patch."""
+class Costs:
+    """What forming took, in ms.
 
-    segment: Segment
-    layers: list[LayerKV]
-    patch: list[LayerPatch] | None = None
+    Attributes
+    ----------
+    prefill_ms : float
+        Conditioned forwards.
+    forming_ms : float
+        Everything but measuring: reading, forwards, factors, writing.
+    measure_ms : float
+        Logits for the KL of the patches.
+    plain_ms : float or None
+        One plain prefill of the same chains, each from the preamble on; None where it was not timed.
+    """
+
+    prefill_ms: float
+    forming_ms: float
+    measure_ms: float
+    plain_ms: float | None
+
+    @property
+    def form_ratio(self) -> float | None:
+        """Forming in units of one plain prefill."""
+        return self.forming_ms / self.plain_ms if self.plain_ms else None
 
 
 def compile_window(
@@ -88,117 +107,146 @@ def compile_window(
             )
     chains = [chunk.chain for chunk in wanted if chunk.antecedents]
     numbers = {bytes.fromhex(entry.chunk): entry.number for entry in (*view.entries, *view.evicted)}
-    formed, prefill_ms = form_chains(engine, chains, options, numbers)
+    formed, costs = form_chains(engine, chains, options, numbers)
     total_ms = 1e3 * (time.perf_counter() - started)
-    return CompileResult(window, "exact", tuple(formed), prefill_ms, total_ms)
+    return CompileResult(
+        window, "exact", tuple(formed), costs.prefill_ms, total_ms,
+        measure_ms=costs.measure_ms, form_ratio=costs.form_ratio,
+    )  # fmt: skip
 
 
 def form_chains(
     engine: Engine, chains: Sequence[Chain], options: PatchOptions, numbers: dict[bytes, int]
-) -> tuple[list[FormedPatch], float]:
-    """Form the patch of the last chunk of every chain; chains that share a prefix share the forward.
+) -> tuple[list[FormedPatch], Costs]:
+    """Form the patch of the last chunk of every chain; chains that share a prefix share its forward.
 
     Returns
     -------
     list of FormedPatch
         In the order of ``chains``; found ones included.
-    float
-        Time of the conditioned forwards, in ms.
+    Costs
     """
-    library = engine.library
-    formed = {chain: _found(library, chain, options, numbers) for chain in chains}
+    started = time.perf_counter()
+    formed = {chain: _found(engine.library, chain, options, numbers) for chain in chains}
     missing = [chain for chain in chains if formed[chain] is None]
-    longest = maximal(missing)
-    prefill_ms = 0.0
-    for done, chain in enumerate(longest):
-        engine.progress(Progress("forming patches", done, len(longest), "forwards"))
-        wanted = {len(short) for short in missing if chain[: len(short)] == short}
-        new, spent = _form_chain(engine, library, chain, wanted, options, numbers)
-        formed |= new
-        prefill_ms += spent
-    engine.progress(Progress("forming patches", len(longest), len(longest), "forwards"))
-    return [formed[chain] for chain in chains], prefill_ms
+    forming = _Forming(engine, options, numbers, frozenset(missing))
+    probe_tokens = forming.probe.numel()
+    total = count_branches(missing)
+    for done, branch in enumerate(each_branch(engine, missing, numbers, num_more=probe_tokens)):
+        engine.progress(Progress("forming patches", done, total, "forwards"))
+        formed |= forming.branch(branch)
+    engine.progress(Progress("forming patches", total, total, "forwards"))
+    spent_ms = 1e3 * (time.perf_counter() - started)
+    plain_ms = forming.prefill_ms if forming.is_plain else None
+    if missing and plain_ms is None and options.time_prefill:
+        plain_ms = _plain_prefill_ms(engine, maximal(missing), numbers)
+    costs = Costs(forming.prefill_ms, spent_ms - forming.measure_ms, forming.measure_ms, plain_ms)
+    return [formed[chain] for chain in chains], costs
+
+
+class _Forming:
+    """What a walk over branches has formed: the assembled path above the next branch, and clocks."""
+
+    def __init__(
+        self, engine: Engine, options: PatchOptions, numbers: dict[bytes, int], wanted: frozenset[Chain]
+    ) -> None:
+        self._runner, self._library = engine.runner, engine.library
+        self._options, self._numbers, self._wanted = options, numbers, wanted
+        self._parts = [Part(self._runner.preamble, self._runner.preamble_layers)]
+        self.probe = self._runner.question_ids(options.probe)
+        self.prefill_ms = self.measure_ms = 0.0
+        self.is_plain, self._num_branches = False, 0
+
+    def branch(self, branch: Prefilled) -> dict[Chain, FormedPatch]:
+        """Factor Δ of every chunk of a branch, measure the wanted ones and store them."""
+        self.prefill_ms += branch.prefill_ms
+        self._num_branches += 1
+        self.is_plain = branch.is_cold and self._num_branches == 1
+        del self._parts[1 + len(branch.before) :]
+        spent = []
+        for index, (record, segment) in enumerate(zip(branch.records, branch.segments, strict=True)):
+            started = time.perf_counter()
+            self._parts.append(self._part(record, segment, branch.captured[index], len(branch.chain(index))))
+            spent.append(1e3 * (time.perf_counter() - started))
+        wanted = [index for index in range(len(branch.links)) if branch.chain(index) in self._wanted]
+        formed = {}
+        for index, measured in zip(wanted, self._measured(branch, wanted), strict=True):
+            started = time.perf_counter()
+            chain, record = branch.chain(index), branch.records[index]
+            stored = self._library.put_patch(
+                record, chain[:-1], "exact", self._parts[len(chain)].patch, meta=measured,
+                cost_ms=spent[index] + branch.prefill_ms / len(branch.links),
+            )  # fmt: skip
+            form_ms = spent[index] + 1e3 * (time.perf_counter() - started)
+            formed[chain] = describe(stored, record, self._numbers, "formed", form_ms)
+        return formed
+
+    def _part(self, record: Record, segment: Segment, after: list[LayerKV], length: int) -> Part:
+        if length == 1:
+            return Part(segment, after)
+        options, canonical = self._options, self._library.layers(record)
+        patch = form(after, canonical, rank=options.rank, energy=options.energy, dtype=options.dtype)
+        return Part(segment, canonical, patch)
+
+    def _measured(self, branch: Prefilled, wanted: Sequence[int]) -> list[dict]:
+        """KL to the branch's own forward behind each wanted chunk, with all patches of its path and with none."""
+        if not wanted:
+            return []
+        started = time.perf_counter()
+        ends = [1 + len(branch.before) + index for index in wanted]
+        places = places_of([part.segment for part in self._parts], ends)
+        exact = logits_after(self._runner, branch.cache, places, self.probe)
+        patched = logits_behind(self._runner, self._parts, ends, self.probe)
+        bare = [replace(part, patch=None) for part in self._parts]
+        blind = logits_behind(self._runner, bare, ends, self.probe)
+        options = self._options
+        found = [
+            {
+                "kl": next_token_kl(reference, with_patches),
+                "kl_blind": next_token_kl(reference, without),
+                "probe": options.probe,
+                "request": options.request,
+            }
+            for reference, with_patches, without in zip(exact, patched, blind, strict=True)
+        ]
+        self.measure_ms += 1e3 * (time.perf_counter() - started)
+        return found
+
+
+def _plain_prefill_ms(engine: Engine, chains: Sequence[Chain], numbers: dict[bytes, int]) -> float:
+    """Time of one cold prefill of each chain, in ms."""
+    runner, library = engine.runner, engine.library
+    spent_ms = 0.0
+    for chain in chains:
+        names = [str(numbers.get(link.key, link.short_id)) for link in chain]
+        segments = [
+            library.segment(require_record(library, *named)) for named in zip(chain, names, strict=True)
+        ]
+        runner.synchronize()
+        started = time.perf_counter()
+        runner.prefill_captured([runner.preamble, *segments])
+        runner.synchronize()
+        spent_ms += 1e3 * (time.perf_counter() - started)
+    return spent_ms
 
 
 def _found(
     library: Library, chain: Chain, options: PatchOptions, numbers: dict[bytes, int]
 ) -> FormedPatch | None:
     record = library.find_patch(chain[-1], chain[:-1], "exact")
-    if record is None or not _serves(record, options):
+    if record is None or not serves(record, options):
         return None
     chunk = require_record(library, chain[-1], str(numbers.get(chain[-1].key, chain[-1].short_id)))
     return describe(record, chunk, numbers, "found", 0.0)
 
 
-def _serves(record: Record, options: PatchOptions) -> bool:
+def serves(record: Record, options: PatchOptions) -> bool:
     """Whether a stored patch is what was asked for, or the same with more directions, which a reader can leave out."""
     kept, wanted = record.meta["request"], options.request
     if kept == wanted:
         return True
     fixed = isinstance(kept["rank"], int) and isinstance(wanted["rank"], int)
     return fixed and kept["rank"] >= wanted["rank"] and kept["factor_dtype"] == wanted["factor_dtype"]
-
-
-def _form_chain(
-    engine: Engine,
-    library: Library,
-    chain: Chain,
-    wanted: set[int],
-    options: PatchOptions,
-    numbers: dict[bytes, int],
-) -> tuple[dict[Chain, FormedPatch], float]:
-    runner = engine.runner
-    records = [require_record(library, link, str(numbers.get(link.key, link.short_id))) for link in chain]
-    segments = [library.segment(record) for record in records]
-    probe = runner.question_ids(options.probe)
-    length = sum(segment.positions.span for segment in [runner.preamble, *segments]) + probe.numel()
-    require_context(engine, length, "this arrangement")
-    runner.synchronize()
-    started = time.perf_counter()
-    conditioned = runner.prefill_captured([runner.preamble, *segments])
-    runner.synchronize()
-    prefill_ms = 1e3 * (time.perf_counter() - started)
-    exact = [Part(runner.preamble, conditioned[0])]
-    patched, blind = list(exact), list(exact)
-    formed = {}
-    for index, (record, segment) in enumerate(zip(records, segments, strict=True)):
-        forming = time.perf_counter()
-        canonical = library.layers(record)
-        patch = None
-        if index:
-            patch = form(
-                conditioned[index + 1],
-                canonical,
-                rank=options.rank,
-                energy=options.energy,
-                dtype=options.dtype,
-            )
-        exact.append(Part(segment, conditioned[index + 1]))
-        patched.append(Part(segment, canonical, patch))
-        blind.append(Part(segment, canonical))
-        if index + 1 not in wanted:
-            continue
-        reference = probe_logits(runner, exact, probe)
-        kl = next_token_kl(reference, probe_logits(runner, patched, probe))
-        kl_blind = next_token_kl(reference, probe_logits(runner, blind, probe))
-        form_ms = 1e3 * (time.perf_counter() - forming)
-        measured = {"kl": kl, "kl_blind": kl_blind, "probe": options.probe, "request": options.request}
-        stored = library.put_patch(
-            record, chain[:index], "exact", patch, meta=measured, cost_ms=form_ms + prefill_ms / len(wanted)
-        )
-        formed[chain[: index + 1]] = describe(stored, record, numbers, "formed", form_ms)
-    return formed, prefill_ms
-
-
-def probe_logits(runner: ModelRunner, parts: list[Part], probe: torch.Tensor) -> torch.Tensor:
-    """Next-token logits (vocab,) after ``probe`` tokens that follow the assembled parts."""
-    placed, end = place([(part.segment.positions, part.segment.num_tokens) for part in parts])
-    layers = (
-        [(part.layers[layer], None if part.patch is None else part.patch[layer]) for part in parts]
-        for layer in range(runner.family.num_layers)
-    )
-    cache = assemble(runner.family, layers, joined_positions(placed))
-    return runner.extend(cache, runner.embed(probe), runner.positions_from(end, probe.numel()))
 
 
 def describe(

@@ -1,9 +1,9 @@
 """Orbit patches: one patch per chunk and antecedent *set*, good for every order of the set (paper, "Reorder").
 
-Δ(B | A₁…A_k) depends on which chunks stand before B and hardly on their order, so one order of each set is formed. All
-sets of one chunk share the right factor: Δ_S ≈ U_S Vᵀ with one V per layer and tensor, which at equal rank costs about
-half the bytes of a patch per set and, measured, no accuracy. One mean patch for all sets, as in the paper, does not
-hold two-hop answers here, whatever its rank.
+Δ(B | A₁…A_k) depends on which chunks stand before B and, in a trained model, hardly on their order: the mean of Δ over
+two opposite orders stands for the set. All sets of one chunk share the right factor, Δ_S ≈ U_S Vᵀ with one V per layer
+and tensor, which at equal rank costs about half the bytes of a patch per set and, measured, no accuracy. One mean patch
+for all sets, as in the paper, does not hold two-hop answers here, whatever its rank.
 """
 
 from __future__ import annotations
@@ -59,6 +59,30 @@ def antecedent_sets(chunk: _T, chunks: Sequence[_T]) -> list[tuple[_T, ...]]:
     return [chosen for size in range(len(others), 0, -1) for chosen in itertools.combinations(others, size)]
 
 
+def formed_orders(of: tuple[_T, ...]) -> tuple[tuple[_T, ...], ...]:
+    """The orders of a set over which Δ is averaged: ascending and descending."""
+    return tuple(dict.fromkeys((of, of[::-1])))
+
+
+def measured_orders(of: tuple[_T, ...]) -> tuple[tuple[_T, ...], ...]:
+    """The orders in which a patch's KL is taken: the formed ones, and from three antecedents on one that was not.
+
+    Every start of such an order is one of these orders of a smaller set, so no prefill is needed for it alone.
+    """
+    return tuple(dict.fromkeys((*formed_orders(of), (*of[:2][::-1], *of[2:]))))
+
+
+def mean_kv(orders: Sequence[list[LayerKV]]) -> list[LayerKV]:
+    """Mean over orders of a chunk's KV, per layer, in float32."""
+    return [
+        LayerKV(
+            torch.stack([kv.rotary.float() for kv in layer]).mean(0),
+            torch.stack([kv.plain.float() for kv in layer]).mean(0),
+        )
+        for layer in zip(*orders, strict=True)
+    ]
+
+
 def form_orbit(
     conditioned: Sequence[list[LayerKV]],
     canonical: list[LayerKV],
@@ -98,7 +122,8 @@ def _joint(
 ) -> list[tuple[Factors, float]]:
     """U_S, (m, T) each, over the right singular vectors of all Δ_S stacked, and the energy that each captures."""
     most = MAX_AUTO_RANK if rank == "auto" else rank
-    basis, _ = factorise(torch.cat(deltas), min(most, *deltas[0].shape), 1.0, dtype)
+    stacked = torch.cat(deltas)
+    basis, _ = factorise(stacked, min(most, *stacked.shape), 1.0, dtype)
     v = basis.v.float()
     coefficients = [v @ delta.T for delta in deltas]
     totals = [float(delta.square().sum()) for delta in deltas]

@@ -1,0 +1,172 @@
+"""Compile an orbit: patches for every chunk of a small set after every set of the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kamera_cli.generate import next_token_kl
+from kamera_cli.jobs.common import Chain, ordered, refuse_other_model, require_record
+from kamera_cli.jobs.conditioned import conditioned
+from kamera_cli.jobs.measuring import Part, probe_logits
+from kamera_cli.jobs.patches import PatchOptions, describe, serves
+from kamera_cli.library import identity_of
+from kamera_cli.operator.orbit import (
+    antecedent_sets,
+    check_orbit,
+    form_orbit,
+    formed_orders,
+    mean_kv,
+    measured_orders,
+)
+from kamera_cli.operator.patch import LayerPatch, check_rank
+from kamera_cli.results import CompileResult, FormedPatch, Progress
+from kamera_cli.window import load_window
+from kamera_store.keys import Identity, checksum64
+from kamera_store.tensors import to_bytes
+
+if TYPE_CHECKING:
+    from kamera_cli.engine import Engine
+    from kamera_cli.model.families.family import LayerKV
+    from kamera_store.records import Record
+
+Member = tuple[Identity, Chain]
+"""A chunk and a set of antecedents, ascending by key."""
+
+
+def compile_orbit(
+    engine: Engine, chunks: Sequence[str] | None, window: str, options: PatchOptions
+) -> CompileResult:
+    """Form orbit patches for chunks of a window; see ``Engine.compile_patches``.
+
+    A patch's KL is the largest over `kamera_cli.operator.orbit.measured_orders`.
+
+    Raises
+    ------
+    UsageError
+        Too few or too many chunks for an orbit, or a rank out of range.
+    NotFoundError
+        No such window or chunk.
+    """
+    started = time.perf_counter()
+    view = load_window(engine.store, engine.settings.tenant, window)
+    refuse_other_model(engine, view)
+    entries = ordered(view, chunks)
+    check_orbit(len(entries))
+    for entry in entries:
+        check_rank(options.rank, entry.num_tokens)
+    numbers = {bytes.fromhex(entry.chunk): entry.number for entry in (*view.entries, *view.evicted)}
+    orbit = sorted(map(identity_of, entries), key=lambda chunk: chunk.key)
+    records = {chunk: require_record(engine.library, chunk, str(numbers[chunk.key])) for chunk in orbit}
+    members = [(chunk, of) for chunk in map(identity_of, entries) for of in antecedent_sets(chunk, orbit)]
+    formed, prefill_ms = _found(engine, members, records, options, numbers), 0.0
+    if len(formed) < len(members):
+        formed, prefill_ms = _form(engine, members, records, options, numbers)
+    patches = tuple(formed[member] for member in members)
+    return CompileResult(window, "orbit", patches, prefill_ms, 1e3 * (time.perf_counter() - started))
+
+
+def _found(
+    engine: Engine,
+    members: Sequence[Member],
+    records: Mapping[Identity, Record],
+    options: PatchOptions,
+    numbers: dict[bytes, int],
+) -> dict[Member, FormedPatch]:
+    """What is there already and serves the request."""
+    found = {}
+    for chunk, of in members:
+        stored = engine.library.find_orbit(chunk, of)
+        if stored and serves(stored[-1], options):
+            found[chunk, of] = describe(stored[-1], records[chunk], numbers, "found", 0.0)
+    return found
+
+
+def _form(
+    engine: Engine,
+    members: Sequence[Member],
+    records: Mapping[Identity, Record],
+    options: PatchOptions,
+    numbers: dict[bytes, int],
+) -> tuple[dict[Member, FormedPatch], float]:
+    library, runner = engine.library, engine.runner
+    engine.progress(Progress("forming orbit patches", 0, len(records), "chunks"))
+    started = time.perf_counter()
+    chains = [(*order, chunk) for chunk, of in members for order in measured_orders(of)]
+    after = conditioned(engine, list(dict.fromkeys(chains)), numbers)
+    runner.synchronize()
+    prefill_ms = 1e3 * (time.perf_counter() - started)
+    canonical = {chunk: library.layers(record) for chunk, record in records.items()}
+    patches: dict[Member, list[LayerPatch]] = {}
+    spent: dict[Identity, float] = {}
+    for done, chunk in enumerate(records, start=1):
+        forming = time.perf_counter()
+        sets = [of for one, of in members if one == chunk]
+        joint = form_orbit(
+            [mean_kv([after[*order, chunk] for order in formed_orders(of)]) for of in sets], canonical[chunk],
+            rank=options.rank, energy=options.energy, dtype=options.dtype,
+        )  # fmt: skip
+        patches |= {(chunk, of): layers for of, layers in zip(sets, joint, strict=True)}
+        spent[chunk] = 1e3 * (time.perf_counter() - forming) / len(sets)
+        engine.progress(Progress("forming orbit patches", done, len(records), "chunks"))
+    formed, basis = {}, {}
+    for chunk, of in members:
+        measured = _measured(engine, (chunk, of), records, canonical, after, patches, options)
+        measured["version"] = _version(patches[chunk, of])
+        record = library.put_patch(
+            records[chunk], of, "orbit", patches[chunk, of], meta=measured, basis=basis.get(chunk),
+            cost_ms=spent[chunk] + prefill_ms / len(members),
+        )  # fmt: skip
+        basis.setdefault(chunk, record)
+        formed[chunk, of] = describe(record, records[chunk], numbers, "formed", spent[chunk])
+    return formed, prefill_ms
+
+
+def _measured(
+    engine: Engine,
+    member: Member,
+    records: Mapping[Identity, Record],
+    canonical: Mapping[Identity, list[LayerKV]],
+    after: Mapping[Chain, list[LayerKV]],
+    patches: Mapping[Member, list[LayerPatch]],
+    options: PatchOptions,
+) -> dict:
+    """Next-token KL of canonical KV with and without orbit patches to a prefill: the worst order."""
+    chunk, of = member
+    found = [
+        _kl(engine, (*order, chunk), records, canonical, after, patches, options.probe)
+        for order in measured_orders(of)
+    ]
+    kl, kl_blind = max(found)
+    return {"kl": kl, "kl_blind": kl_blind, "probe": options.probe, "request": options.request}
+
+
+def _kl(
+    engine: Engine,
+    order: Chain,
+    records: Mapping[Identity, Record],
+    canonical: Mapping[Identity, list[LayerKV]],
+    after: Mapping[Chain, list[LayerKV]],
+    patches: Mapping[Member, list[LayerPatch]],
+    question: str,
+) -> tuple[float, float]:
+    """After the last chunk of an order: KL with orbit patches throughout, and with none."""
+    runner, library = engine.runner, engine.library
+    arms: dict[str, list[Part]] = {"exact": [], "patched": [], "blind": []}
+    for index, link in enumerate(order):
+        segment, alone = library.segment(records[link]), canonical[link]
+        before = tuple(sorted(order[:index], key=lambda one: one.key))
+        arms["exact"].append(Part(segment, after[order[: index + 1]] if index else alone))
+        arms["patched"].append(Part(segment, alone, patches[link, before] if index else None))
+        arms["blind"].append(Part(segment, alone))
+    probe = runner.question_ids(question)
+    front = Part(runner.preamble, runner.preamble_layers)
+    logits = {name: probe_logits(runner, [front, *parts], probe) for name, parts in arms.items()}
+    return next_token_kl(logits["exact"], logits["patched"]), next_token_kl(logits["exact"], logits["blind"])
+
+
+def _version(layers: Sequence[LayerPatch]) -> str:
+    """Tells the V that an orbit shares: coefficients of one compilation do not fit the basis of another."""
+    parts = [factors.v for patch in layers for factors in (patch.rotary, patch.plain)]
+    return format(checksum64([bytes(to_bytes("v", part).view()) for part in parts]), "016x")
