@@ -103,6 +103,8 @@ class FormedPatch:
 class CompileResult:
     """Result of ``Engine.compile_patches``; ``prefill_ms`` is the conditioned forward that all patches shared.
 
+    ``form_ratio`` is everything but measuring (reading, forwards, factors, writing) over one plain prefill of the same
+    chunks; None where no such prefill was timed. ``measure_ms`` went into the KL of the patches.
     For a removal also the numbers of the survivors that lost something, and the next-token KL to a prefill of the slid
     window: as they were, and now.
     """
@@ -115,6 +117,8 @@ class CompileResult:
     survivors: tuple[int, ...] = ()
     kl_kept: float | None = None
     kl_removed: float | None = None
+    measure_ms: float = 0.0
+    form_ratio: float | None = None
 
 
 @dataclass(frozen=True)

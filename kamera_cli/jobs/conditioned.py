@@ -7,21 +7,28 @@ prefixes: each of its nodes is prefilled once, after the cache of the path above
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kamera_cli.jobs.common import Chain, require_context, require_record
-from kamera_cli.model.compat import shorten
+from kamera_cli.model.compat import DynamicCache, shorten
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 
 if TYPE_CHECKING:
     from kamera_cli.engine import Engine
-    from kamera_cli.model.compat import DynamicCache
     from kamera_cli.model.families.family import LayerKV
     from kamera_cli.model.inputs import Segment
     from kamera_store.keys import Identity
     from kamera_store.records import Record
+
+STEP_TOKENS = 512
+"""Most tokens of a forward over several chunks that starts from a cache. Its attention needs a mask and skips none of
+what that hides, so that short steps do less of it; below this the calls themselves begin to cost."""
+COLD_FROM = 12
+"""From so many times as many new tokens as stored ones a cold prefill is faster than one that starts from the store."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,15 @@ def branches(chains: Sequence[Chain], start: int = 0) -> tuple[Branch, ...]:
     return tuple(made)
 
 
+def count_branches(chains: Sequence[Chain]) -> int:
+    """How many forwards `each_branch` gives to some chains."""
+    waiting, number = list(branches(chains)), 0
+    while waiting:
+        number += 1
+        waiting += waiting.pop().after
+    return number
+
+
 def conditioned(
     engine: Engine, chains: Sequence[Chain], numbers: dict[bytes, int] | None = None
 ) -> dict[Chain, list[LayerKV]]:
@@ -64,9 +80,52 @@ def conditioned(
 def each_conditioned(
     engine: Engine, chains: Sequence[Chain], numbers: dict[bytes, int] | None = None
 ) -> Iterator[tuple[Chain, list[LayerKV]]]:
-    """The same one chain at a time, depth first, so that the caches of one path are alive and no other's.
+    """The same one chain at a time; see `each_branch`."""
+    wanted = frozenset(chains)
+    for branch in each_branch(engine, chains, numbers):
+        for index, layers in enumerate(branch.captured):
+            if (chain := branch.chain(index)) in wanted:
+                yield chain, layers
 
-    Equal to a plain prefill of [preamble, chain] up to the rounding of the compute dtype.
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A branch after its forward.
+
+    Attributes
+    ----------
+    before : Chain
+        What it stands behind.
+    records, segments, captured : list
+        Of its chunks: what is stored, what was prefilled, and position-free KV as it is conditioned here.
+    cache : DynamicCache
+        The model's own of the preamble, ``before`` and the branch; good until the walk goes on.
+    prefill_ms : float
+        Time of the forward.
+    is_cold : bool
+        Whether that was a plain prefill of everything up to here.
+    """
+
+    before: Chain
+    links: Chain
+    records: list[Record]
+    segments: list[Segment]
+    captured: list[list[LayerKV]]
+    cache: DynamicCache
+    prefill_ms: float
+    is_cold: bool
+
+    def chain(self, index: int) -> Chain:
+        """The chain that ends with a chunk of the branch."""
+        return (*self.before, *self.links[: index + 1])
+
+
+def each_branch(
+    engine: Engine, chains: Sequence[Chain], numbers: dict[bytes, int] | None = None, *, num_more: int = 0
+) -> Iterator[Prefilled]:
+    """Prefill every branch of some chains, depth first, so that the caches of one path are alive and no other's.
+
+    What is captured equals a plain prefill of [preamble, chain] up to the rounding of the compute dtype.
 
     Parameters
     ----------
@@ -74,12 +133,8 @@ def each_conditioned(
         Not empty ones; a prefix of another chain costs nothing.
     numbers : dict, optional
         What to call a chunk in an error, by key.
-
-    Yields
-    ------
-    Chain
-    list of LayerKV
-        Per layer, for the tokens of the chain's last chunk.
+    num_more : int
+        Positions that are to fit behind a chain.
 
     Raises
     ------
@@ -88,9 +143,9 @@ def each_conditioned(
     UsageError
         A chain is longer than the model's context.
     """
-    walk = _Walk(engine, numbers or {}, frozenset(chains))
+    walk = _Walk(engine, numbers or {})
     for chain in chains:
-        walk.require_fit(chain)
+        walk.require_fit(chain, num_more)
     for root in branches(chains):
         yield from walk.root(root)
 
@@ -98,50 +153,83 @@ def each_conditioned(
 class _Walk:
     """Depth-first walk over branches; chunks are read once, however often they occur."""
 
-    def __init__(self, engine: Engine, numbers: dict[bytes, int], wanted: frozenset[Chain]) -> None:
-        self._engine, self._numbers, self._wanted = engine, numbers, wanted
+    def __init__(self, engine: Engine, numbers: dict[bytes, int]) -> None:
+        self._engine, self._numbers = engine, numbers
         self._runner, self._library = engine.runner, engine.library
         self._records: dict[Identity, Record] = {}
         self._segments: dict[Identity, Segment] = {}
 
-    def require_fit(self, chain: Chain) -> None:
+    def require_fit(self, chain: Chain, num_more: int) -> None:
         spans = [self._record(link).meta["span"] for link in chain]
-        require_context(self._engine, self._runner.preamble.positions.span + sum(spans), "this arrangement")
-
-    def root(self, root: Branch) -> Iterator[tuple[Chain, list[LayerKV]]]:
-        """Start from the stored KV of the chunk that stands first."""
-        first, *rest = root.links
-        canonical = self._library.layers(self._record(first))
-        if (first,) in self._wanted:
-            yield (first,), canonical
-        if not rest and not root.after:
-            return
-        runner = self._runner
-        standing = [runner.preamble.positions, self._library.positions(self._record(first))]
-        counts = [runner.preamble.num_tokens, canonical[0].rotary.shape[0]]
-        placed, end = place(list(zip(standing, counts, strict=True)))
-        layers = (
-            [(above, None), (own, None)] for above, own in zip(runner.preamble_layers, canonical, strict=True)
+        require_context(
+            self._engine, self._runner.preamble.positions.span + sum(spans) + num_more, "this arrangement"
         )
-        cache = assemble(runner.family, layers, joined_positions(placed))
-        yield from self._below(Branch(tuple(rest), root.after), (first,), cache, end)
 
-    def _below(
-        self, branch: Branch, before: Chain, cache: DynamicCache, start: int
-    ) -> Iterator[tuple[Chain, list[LayerKV]]]:
-        """Prefill a branch after the chain ``before``, whose cache and end are given, then what hangs on it."""
-        if branch.links:
-            segments = [self._segment(link) for link in branch.links]
-            captured = self._runner.prefill_captured(segments, cache=cache, start=start)
-            start += sum(segment.positions.span for segment in segments)
-            for link, layers in zip(branch.links, captured, strict=True):
-                before = (*before, link)
-                if before in self._wanted:
-                    yield before, layers
+    def root(self, root: Branch) -> Iterator[Prefilled]:
+        """Start from the stored KV of the chunk that stands first, unless little is gained by it."""
+        runner = self._runner
+        canonical = self._library.layers(self._record(root.links[0]))
+        first, *rest = [self._segment(link) for link in root.links]
+        standing = [runner.preamble, first]
+        held = sum(segment.num_tokens for segment in standing)
+        is_cold = sum(segment.num_tokens for segment in rest) >= COLD_FROM * held
+        with self._clock() as spent:
+            if is_cold:
+                cache, start = DynamicCache(), 0
+                captured = runner.prefill_captured([*standing, *rest], cache)[2:]
+            else:
+                placed, start = place([(one.positions, one.num_tokens) for one in standing])
+                layers = (
+                    [(above, None), (own, None)]
+                    for above, own in zip(runner.preamble_layers, canonical, strict=True)
+                )
+                cache = assemble(runner.family, layers, joined_positions(placed))
+                captured = self._stepwise(rest, cache, start)
+        end = sum(segment.positions.span for segment in [*standing, *rest])
+        yield self._prefilled((), root.links, [canonical, *captured], cache, spent[0], is_cold)
+        yield from self._behind(root, root.links, cache, end)
+
+    def _behind(self, branch: Branch, before: Chain, cache: DynamicCache, start: int) -> Iterator[Prefilled]:
+        """What hangs on a branch, whose chain, cache and end are given."""
+        held = cache.get_seq_length()
         for following in branch.after:
-            held = cache.get_seq_length()
-            yield from self._below(following, before, cache, start)
+            segments = [self._segment(link) for link in following.links]
+            with self._clock() as spent:
+                captured = self._stepwise(segments, cache, start)
+            yield self._prefilled(before, following.links, captured, cache, spent[0], False)
+            end = start + sum(segment.positions.span for segment in segments)
+            yield from self._behind(following, (*before, *following.links), cache, end)
             shorten(cache, held)
+
+    def _stepwise(self, segments: Sequence[Segment], cache: DynamicCache, start: int) -> list[list[LayerKV]]:
+        """Prefill after a cache, some chunks at a time."""
+        captured: list[list[LayerKV]] = []
+        for some in _steps(segments):
+            captured += self._runner.prefill_captured(some, cache, start)
+            start += sum(segment.positions.span for segment in some)
+        return captured
+
+    def _prefilled(
+        self,
+        before: Chain,
+        links: Chain,
+        captured: list[list[LayerKV]],
+        cache: DynamicCache,
+        prefill_ms: float,
+        is_cold: bool,
+    ) -> Prefilled:
+        records, segments = ([of(link) for link in links] for of in (self._record, self._segment))
+        return Prefilled(before, links, records, segments, captured, cache, prefill_ms, is_cold)
+
+    @contextmanager
+    def _clock(self) -> Iterator[list[float]]:
+        """Time of the block in ms, the only entry of the list when it is over."""
+        spent: list[float] = []
+        self._runner.synchronize()
+        started = time.perf_counter()
+        yield spent
+        self._runner.synchronize()
+        spent.append(1e3 * (time.perf_counter() - started))
 
     def _record(self, link: Identity) -> Record:
         if link not in self._records:
@@ -153,3 +241,15 @@ class _Walk:
         if link not in self._segments:
             self._segments[link] = self._library.segment(self._record(link))
         return self._segments[link]
+
+
+def _steps(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """Segments in runs of at most `STEP_TOKENS`, or of one segment that is longer."""
+    run: list[Segment] = []
+    for segment in segments:
+        if run and sum(one.num_tokens for one in run) + segment.num_tokens > STEP_TOKENS:
+            yield run
+            run = []
+        run.append(segment)
+    if run:
+        yield run

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kamera_cli.generate import next_token_kl
-from kamera_cli.jobs.patches import Part, PatchOptions, probe_logits
+from kamera_cli.jobs.measuring import Part, probe_logits
+from kamera_cli.jobs.patches import PatchOptions
 from kamera_cli.library import Library
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment

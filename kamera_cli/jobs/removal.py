@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from kamera_cli.generate import next_token_kl
 from kamera_cli.jobs.common import conditioning, refuse_other_model, require_record
-from kamera_cli.jobs.patches import Part, PatchOptions, form_chains, probe_logits
+from kamera_cli.jobs.measuring import Part, probe_logits
+from kamera_cli.jobs.patches import PatchOptions, form_chains
 from kamera_cli.operator.patch import check_rank
 from kamera_cli.results import CompileResult, WindowView
 from kamera_cli.window import forgetting, load_window, update_window
@@ -50,13 +51,14 @@ def remove(engine: Engine, window: str, options: PatchOptions) -> CompileResult:
         check_rank(options.rank, chunk.entry.num_tokens)
     numbers = {bytes.fromhex(entry.chunk): entry.number for entry in (*view.entries, *view.evicted)}
     chains = [chunk.chain for chunk in wanted if chunk.antecedents]
-    formed, prefill_ms = form_chains(engine, chains, options, numbers)
+    formed, costs = form_chains(engine, chains, options, numbers)
     kept, removed = _measure(engine, (view, after), options.probe) if survivors else (None, None)
     update_window(engine.store, tenant, window, forgetting)
     total_ms = 1e3 * (time.perf_counter() - started)
     return CompileResult(
-        window, "removal", tuple(formed), prefill_ms, total_ms,
+        window, "removal", tuple(formed), costs.prefill_ms, total_ms,
         survivors=tuple(entry.number for entry in survivors), kl_kept=kept, kl_removed=removed,
+        measure_ms=costs.measure_ms, form_ratio=costs.form_ratio,
     )  # fmt: skip
 
 

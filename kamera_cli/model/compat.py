@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable
@@ -32,6 +33,7 @@ __all__ = [
     "counts_whole_clip",
     "decoder_of",
     "fill_cache",
+    "first_tokens",
     "gives_whole_tables",
     "keyword_names",
     "own_function",
@@ -41,6 +43,7 @@ __all__ = [
     "rotary_table",
     "shorten",
     "steps_apart",
+    "takes_masks",
     "uses_mrope",
 ]
 
@@ -143,6 +146,23 @@ def fill_cache(layers: list[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
     for layer, (keys, values) in enumerate(layers):
         cache.update(keys, values, layer)
     return cache
+
+
+def first_tokens(cache: DynamicCache, num_tokens: int) -> DynamicCache:
+    """The first tokens of a cache as one of its own, in the same memory: it can grow, and the other stays as it is."""
+    view = DynamicCache()
+    view.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in view.layers:
+        layer.keys, layer.values = layer.keys[:, :, :num_tokens], layer.values[:, :, :num_tokens]
+    return view
+
+
+def takes_masks(decoder: torch.nn.Module) -> bool:
+    """Whether a decoder takes a mask of one's own, (1, 1, N, P + N), instead of one number per token.
+
+    Those of the library do; code that comes beside the weights reads such a mask in a way of its own, if at all.
+    """
+    return type(decoder).__module__.split(".")[0] == "transformers"
 
 
 def shorten(cache: DynamicCache, num_tokens: int) -> None:

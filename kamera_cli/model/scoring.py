@@ -1,4 +1,4 @@
-"""Batched forwards for the benches: many questions over many caches at once, and recomputation of chosen tokens.
+"""Batched forwards: many questions over many caches, one question after many places, recomputation of chosen tokens.
 
 Questions of one prompt stand side by side behind the cached context; a mask keeps each to the context and itself, and
 each starts at the same position, so the logits are those of as many separate prompts.
@@ -12,8 +12,18 @@ from dataclasses import dataclass
 
 import torch
 
-from kamera_cli.model.compat import DynamicCache, cache_argument, decoder_of, fill_cache
+from kamera_cli.model.compat import (
+    DynamicCache,
+    cache_argument,
+    decoder_of,
+    fill_cache,
+    first_tokens,
+    takes_masks,
+)
 from kamera_cli.model.runner import ModelRunner
+
+_MASK_CELLS = 2**24
+"""Most cells of one mask: new tokens times what they may look at."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,67 @@ def score(
         logits = runner.model.get_output_embeddings()(hidden).float().cpu()
         scored += [list(row.split(bounds)) for row in logits]
     return scored
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a question may follow: after the first tokens of a cache, at a position that is the same on every axis."""
+
+    num_tokens: int
+    position: int
+
+
+@torch.inference_mode()
+def logits_after(
+    runner: ModelRunner, cache: DynamicCache, places: Sequence[Place], token_ids: torch.Tensor
+) -> torch.Tensor:
+    """Next-token logits (n, vocab) after the same tokens behind each of n places of one cache.
+
+    Each copy of the tokens sees what stands before its place and itself, so that the logits are those of n prompts. A
+    decoder that takes no mask of one's own is asked n times.
+
+    Parameters
+    ----------
+    cache : DynamicCache
+        Batch of one; not changed.
+    places : sequence of Place
+        By ascending number of tokens.
+    token_ids : torch.Tensor
+        (m,) with m at least 1.
+    """
+    embeddings = runner.embed(token_ids)
+    num_new = token_ids.numel()
+    side_by_side = takes_masks(decoder_of(runner.model))
+    rows = []
+    for some in _in_groups(places, num_new, side_by_side):
+        held = first_tokens(cache, some[-1].num_tokens)
+        if len(some) == 1:
+            rows.append(
+                runner.extend(held, embeddings, runner.positions_from(some[0].position, num_new))[None]
+            )
+            continue
+        positions = torch.cat([runner.positions_from(place.position, num_new) for place in some], dim=-1)
+        before = torch.tensor([place.num_tokens for place in some]).repeat_interleave(num_new)
+        mask = _side_by_side([num_new] * len(some), some[-1].num_tokens)
+        mask[..., : some[-1].num_tokens] = torch.arange(some[-1].num_tokens) < before[:, None]
+        hidden = _forward(runner, held, embeddings.repeat(len(some), 1), positions, mask.to(runner.device))[
+            0, num_new - 1 :: num_new
+        ]
+        rows.append(runner.model.get_output_embeddings()(hidden))
+    return torch.cat(rows)
+
+
+def _in_groups(places: Sequence[Place], num_new: int, side_by_side: bool) -> Iterator[list[Place]]:
+    """Places that share a forward: as many as keep its mask below `_MASK_CELLS`."""
+    group: list[Place] = []
+    for place in places:
+        rows = (len(group) + 1) * num_new
+        if group and (not side_by_side or rows * (place.num_tokens + rows) > _MASK_CELLS):
+            yield group
+            group = []
+        group.append(place)
+    if group:
+        yield group
 
 
 def is_greedy_match(logits: torch.Tensor, answer_ids: torch.Tensor, ends: Sequence[int]) -> bool:
