@@ -130,7 +130,7 @@ def test_a_token_that_looks_at_one_antecedent_gets_what_attention_over_all_of_th
     made = _dense(compose([_patch(pair, pair) for pair in pairs]).rotary)
     looks = slice(0, 2)
     assert float((made - true)[looks].norm()) < 0.03 * float(true[looks].norm())
-    assert float((sum(pairs) - true)[looks].norm()) > 0.3 * float(true[looks].norm())
+    assert float((sum(pairs) - true)[looks].norm()) > 0.15 * float(true[looks].norm())
 
 
 def test_the_gain_of_samples_that_are_too_small_by_a_factor_is_that_factor():
