@@ -20,6 +20,8 @@ from kamera_cli.model.positions import RelativePositions
 from kamera_cli.model.runner import EncodedChunk
 from kamera_cli.operator.orbit import Coefficients
 from kamera_cli.operator.patch import Factors, LayerPatch
+from kamera_cli.operator.quantise import pack, row_bytes, unpack
+from kamera_cli.operator.ranks import weighted_energy
 from kamera_cli.results import WindowEntry
 from kamera_store.errors import DamagedError, DamagedRecordWarning
 from kamera_store.keys import Identity, chunk_identity, patch_identity
@@ -174,15 +176,22 @@ class Library:
         tensors = []
         for layer, patch in enumerate(layers):
             for name, factors in zip(self.names, (patch.rotary, patch.plain), strict=True):
-                tensors.append(to_bytes(f"{name}_u", factors.u, layer=layer))
+                tensors.append(to_bytes(f"{name}_u", _stored(factors.u, factors.bits), layer=layer))
                 if basis is None:
-                    tensors.append(to_bytes(f"{name}_v", factors.v, layer=layer))
+                    tensors.append(to_bytes(f"{name}_v", _stored(factors.v, factors.bits), layer=layer))
+        weighted = weighted_energy(
+            [part for patch in layers for part in ((patch.rotary_cost, patch.rotary_energy),
+                                                   (patch.plain_cost, patch.plain_energy))]
+        )  # fmt: skip
         described = {
             "chunk": of_chunk.id,
             "antecedents": [antecedent.id for antecedent in antecedents],
             "kind": kind,
             "ranks": [patch.rank for patch in layers],
             "energy": [min(patch.rotary_energy, patch.plain_energy) for patch in layers],
+            "energy_weighted": weighted,
+            "split": [[patch.rotary.rank, patch.plain.rank] for patch in layers],
+            "factors": _described(layers),
             "fingerprint": self.fingerprint,
             **({} if basis is None else {"basis": basis.id, "basis_digest": basis.digest.hex()}),
             **meta,
@@ -235,21 +244,52 @@ class Library:
             return self.as_layer(tensors)
         energy = record.meta["energy"][layer]
         if "basis" in record.meta:
-            u = (to_torch(tensors[f"{name}_u"]).to(self.device) for name in self.names)
+            u = (self._rows(record, tensors, name, "u") for name in self.names)
             return Coefficients(*u, energy, energy)
-        return self.as_patch(tensors, energy)
+        return self.as_patch(record, tensors, energy)
 
     def as_layer(self, tensors: Mapping[str, TensorBytes]) -> LayerKV:
         """One stored layer as fresh tensors."""
         return LayerKV(*(to_torch(tensors[name]).to(self.device) for name in self.names))
 
-    def as_patch(self, tensors: Mapping[str, TensorBytes], energy: float) -> LayerPatch:
-        """Factors of one stored layer as fresh tensors."""
+    def as_patch(self, record: Record, tensors: Mapping[str, TensorBytes], energy: float) -> LayerPatch:
+        """Factors of one stored layer as fresh tensors, whether written as integers or, before that, in half precision.
+
+        Raises
+        ------
+        DamagedError
+            The rows of integers do not have the length that the record's header says.
+        """
+        bits = (record.meta.get("factors") or {}).get("bits")
         rotary, plain = (
-            Factors(*(to_torch(tensors[f"{name}_{side}"]).to(self.device) for side in "uv"))
-            for name in self.names
+            Factors(*(self._rows(record, tensors, name, side) for side in "uv"), bits) for name in self.names
         )
         return LayerPatch(rotary, plain, energy, energy)
+
+    def _rows(self, record: Record, tensors: Mapping[str, TensorBytes], name: str, side: str) -> torch.Tensor:
+        """U or V of one tensor, (m, T) or (m, W)."""
+        rows = to_torch(tensors[f"{name}_{side}"]).to(self.device)
+        if rows.dtype != torch.uint8:
+            return rows
+        factors = record.meta["factors"]
+        width = factors["widths"][tensors[f"{name}_{side}"].layer][self.names.index(name)]
+        length, bits = factors["num_tokens"] if side == "u" else width, factors["bits"]
+        if rows.shape[1] != row_bytes(length, bits):
+            raise DamagedError(record.key, f"length of {name}_{side}", row_bytes(length, bits), rows.shape[1])
+        return unpack(rows, length, bits)
+
+
+def _stored(rows: torch.Tensor, bits: int | None) -> torch.Tensor:
+    return rows if bits is None else pack(rows, bits)
+
+
+def _described(layers: Sequence[LayerPatch]) -> dict | None:
+    """What rows of integers are read with; None for factors that are stored in a dtype of their own."""
+    first = layers[0].rotary
+    if first.bits is None:
+        return None
+    widths = [[patch.rotary.v.shape[1], patch.plain.v.shape[1]] for patch in layers]
+    return {"bits": first.bits, "num_tokens": first.u.shape[1], "widths": widths}
 
 
 def identity_of(entry: WindowEntry) -> Identity:

@@ -17,7 +17,7 @@ import torch
 
 from kamera_cli.errors import UsageError
 from kamera_cli.model.families.family import LayerKV
-from kamera_cli.operator.patch import MAX_AUTO_RANK, Factors, LayerPatch, factorise, residual
+from kamera_cli.operator.patch import MAX_AUTO_RANK, Factors, LayerPatch, factorise, residual, rounded
 
 ORBIT_LIMIT = 5
 """Most chunks of an orbit: n chunks have n (2ⁿ⁻¹ − 1) patches, 75 for five."""
@@ -138,7 +138,7 @@ def _joint(
                 break
     made = []
     for u, delta, total in zip(coefficients, deltas, totals, strict=True):
-        factors = Factors(u[:chosen].to(basis.v.dtype).contiguous(), basis.v[:chosen].contiguous())
+        factors = Factors(rounded(u[:chosen], dtype), basis.v[:chosen].contiguous(), basis.bits)
         missing = float((delta - factors.u.T.float() @ factors.v.float()).square().sum())
         made.append((factors, 1.0 if total == 0.0 else max(0.0, 1.0 - missing / total)))
     return made

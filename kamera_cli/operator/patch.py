@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,9 +11,27 @@ import torch
 
 from kamera_cli.errors import NotFiniteError, UsageError
 from kamera_cli.model.families.family import LayerKV
+from kamera_cli.operator import quantise
+from kamera_cli.operator.ranks import Spectrum, choose
 
 MAX_AUTO_RANK = 64
 """Largest rank that ``rank="auto"`` chooses."""
+
+AUTO_BITS = 8
+"""Width of integer factors when no dtype is asked for."""
+
+FACTOR_DTYPES: dict[str, torch.dtype | int | None] = {
+    "auto": None,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": 8,
+    "int6": 6,
+    "int4": 4,
+}
+"""What factors may be kept in: a dtype, or a number of bits."""
+
+Precision = torch.dtype | int | None
 
 
 @dataclass(frozen=True)
@@ -25,10 +44,13 @@ class Factors:
         (m, T): row i is the i-th column of U, so a lower rank is the first rows. Carries the singular values.
     v : torch.Tensor
         (m, W): W is the width H · D of the tensor; rows are orthonormal before rounding.
+    bits : int or None
+        The rows are integers of so many bits times one scale per row, and are stored as such; None: stored as they are.
     """
 
     u: torch.Tensor
     v: torch.Tensor
+    bits: int | None = None
 
     @property
     def rank(self) -> int:
@@ -36,18 +58,27 @@ class Factors:
 
     def at_rank(self, rank: int | None) -> Factors:
         """The first ``rank`` directions; all of them for None or a larger number."""
-        return self if rank is None or rank >= self.rank else Factors(self.u[:rank], self.v[:rank])
+        return self if rank is None or rank >= self.rank else Factors(self.u[:rank], self.v[:rank], self.bits)
 
 
 @dataclass(frozen=True)
 class LayerPatch:
-    """Factors of the rotary and of the plain tensor of one layer (`LayerKV`), and the share of energy ‖UVᵀ‖²/‖Δ‖² that
-    each captures."""
+    """Factors of the rotary and of the plain tensor of one layer (`LayerKV`).
+
+    Attributes
+    ----------
+    rotary_energy, plain_energy : float
+        Captured share of energy, 1 − ‖Δ − UVᵀ‖² / ‖Δ‖².
+    rotary_cost, plain_cost : float
+        Next-token KL in nats that leaving all of Δ out would cost by the measured sensitivity; 0 where none was taken.
+    """
 
     rotary: Factors
     plain: Factors
     rotary_energy: float
     plain_energy: float
+    rotary_cost: float = 0.0
+    plain_cost: float = 0.0
 
     @property
     def rank(self) -> int:
@@ -74,7 +105,9 @@ def form(
     *,
     rank: int | Literal["auto"],
     energy: float,
-    dtype: torch.dtype | None = None,
+    dtype: Precision = None,
+    budget_bytes: int | None = None,
+    weights: Sequence[tuple[float, float]] | None = None,
 ) -> list[LayerPatch]:
     """Factor Δ of every layer.
 
@@ -83,23 +116,70 @@ def form(
     conditioned, canonical : list of LayerKV
         Position-free KV of the same T tokens, prefilled after the antecedents and alone.
     rank : int or "auto"
-        ``auto`` takes, for each tensor apart, the smallest rank that captures ``energy``, at most `MAX_AUTO_RANK`.
+        ``auto`` takes the fewest directions that capture ``energy``, at most `MAX_AUTO_RANK` of a tensor: of the
+        weighted energy of all tensors together where there are ``weights``, and of each tensor apart otherwise.
     energy : float
         Share of ‖Δ‖² in (0, 1]; read by ``auto`` alone.
-    dtype : torch.dtype or None
-        Of the factors, None for fp16; a factor with a value beyond its range is kept in fp32.
+    dtype : torch.dtype, int or None
+        Of the factors, an int for integers of so many bits, None for `AUTO_BITS`; a floating point factor with a value
+        beyond its range is kept in fp32.
+    budget_bytes : int or None
+        With ``auto``: bytes that the factors of all layers may take, whatever energy that captures. Without weights,
+        each tensor's whole Δ counts the same.
+    weights : sequence of (float, float) or None
+        Per layer, nats per unit of missing energy of the rotary and of the plain tensor
+        (`kamera_cli.operator.ranks.weights`).
     """
+    pairs = [
+        pair
+        for after, alone in zip(conditioned, canonical, strict=True)
+        for pair in ((after.rotary, alone.rotary), (after.plain, alone.plain))
+    ]
+    flat = [weight for layer in weights for weight in layer] if weights is not None else None
+    if rank == "auto" and (flat is not None or budget_bytes is not None):
+        spanned = [directions(residual(*pair), MAX_AUTO_RANK) for pair in pairs]
+        ranks = _ranks_of_all(pairs, spanned, energy, dtype, budget_bytes, flat)
+        found = [
+            truncated(residual(*pair), known, chosen, dtype)
+            for pair, known, chosen in zip(pairs, spanned, ranks, strict=True)
+        ]
+        totals = [known.total for known in spanned]
+    else:
+        found, totals = [], []
+        for pair in pairs:
+            known = directions(residual(*pair), None if rank == "auto" else rank)
+            chosen = _least_rank(known, energy) if rank == "auto" else rank
+            found.append(truncated(residual(*pair), known, chosen, dtype))
+            totals.append(known.total)
+    costs = [0.0] * len(pairs) if flat is None else [w * total for w, total in zip(flat, totals, strict=True)]
     return [
-        _layer(after, alone, rank, energy, dtype) for after, alone in zip(conditioned, canonical, strict=True)
+        LayerPatch(found[n][0], found[n + 1][0], found[n][1], found[n + 1][1], costs[n], costs[n + 1])
+        for n in range(0, len(found), 2)
     ]
 
 
-def _layer(
-    after: LayerKV, alone: LayerKV, rank: int | str, energy: float, dtype: torch.dtype | None
-) -> LayerPatch:
-    rotary, rotary_energy = factorise(residual(after.rotary, alone.rotary), rank, energy, dtype)
-    plain, plain_energy = factorise(residual(after.plain, alone.plain), rank, energy, dtype)
-    return LayerPatch(rotary, plain, rotary_energy, plain_energy)
+def _ranks_of_all(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+    spanned: list[Directions],
+    energy: float,
+    dtype: Precision,
+    budget_bytes: int | None,
+    weights: list[float] | None,
+) -> tuple[int, ...]:
+    spectra = []
+    for index, ((after, _), known) in enumerate(zip(pairs, spanned, strict=True)):
+        size = direction_bytes(after.shape[0], after[0].numel(), dtype)
+        weight = weights[index] if weights is not None else 1.0 / (known.total or 1.0)
+        spectra.append(Spectrum(tuple(known.squares.tolist()), known.total, size, weight))
+    return choose(spectra, energy=energy, budget_bytes=budget_bytes)
+
+
+def direction_bytes(num_tokens: int, width: int, dtype: Precision = None) -> int:
+    """Raw bytes of one direction of a (T, W) tensor."""
+    if isinstance(dtype, torch.dtype):
+        return dtype.itemsize * (num_tokens + width)
+    bits = dtype or AUTO_BITS
+    return quantise.row_bytes(num_tokens, bits) + quantise.row_bytes(width, bits)
 
 
 def residual(after: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
@@ -107,10 +187,47 @@ def residual(after: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
     return (after.float() - alone.float()).flatten(1)
 
 
-def factorise(
-    delta: torch.Tensor, rank: int | str, energy: float, dtype: torch.dtype | None = None
+@dataclass(frozen=True)
+class Directions:
+    """What Δ, a (T, W) matrix, spans, strongest first.
+
+    Attributes
+    ----------
+    squares : torch.Tensor
+        (k,) squared singular values, descending; empty for Δ = 0.
+    vectors : torch.Tensor
+        (min(T, W), k) orthonormal eigenvectors of the smaller Gram matrix of Δ.
+    total : float
+        ‖Δ‖².
+    """
+
+    squares: torch.Tensor
+    vectors: torch.Tensor
+    total: float
+
+
+def directions(delta: torch.Tensor, most: int | None = None) -> Directions:
+    """The ``most`` strongest directions of Δ (all of them for None), by its smaller Gram matrix.
+
+    Raises
+    ------
+    NotFiniteError
+        Δ holds NaN or infinity.
+    """
+    total = float(delta.square().sum())
+    if not math.isfinite(total):
+        raise NotFiniteError("the difference between a chunk's KV with and without its antecedents")
+    if total == 0.0:
+        return Directions(delta.new_zeros(0), delta.new_zeros(min(delta.shape), 0), 0.0)
+    gram = delta.T @ delta if delta.shape[0] >= delta.shape[1] else delta @ delta.T
+    squares, vectors = torch.linalg.eigh(gram)
+    return Directions(squares.flip(0)[:most].clamp_min(0), vectors.flip(1)[:, :most].clone(), total)
+
+
+def truncated(
+    delta: torch.Tensor, known: Directions, rank: int, dtype: Precision = None
 ) -> tuple[Factors, float]:
-    """Best rank-m factors of a matrix from the eigenvectors of its smaller Gram matrix.
+    """Best rank-m factors of a matrix whose directions are known.
 
     A projection on orthonormal eigenvectors leaves no error at full rank, even though a Gram matrix resolves small
     singular values badly; a full SVD of Δ is never taken.
@@ -119,31 +236,22 @@ def factorise(
     ----------
     delta : torch.Tensor
         (T, W) float32.
+    rank : int
+        0 and up; no more directions are taken than there are.
 
     Returns
     -------
     Factors
     float
-        Captured energy; 1.0 for Δ = 0, which has rank 0.
-
-    Raises
-    ------
-    NotFiniteError
-        Δ holds NaN or infinity.
+        Captured energy, rounding of the factors included; 1.0 for Δ = 0, which has rank 0.
     """
     num_tokens, width = delta.shape
-    total = float(delta.square().sum())
-    if not math.isfinite(total):
-        raise NotFiniteError("the difference between a chunk's KV with and without its antecedents")
-    if total == 0.0:
-        return Factors(delta.new_zeros(0, num_tokens), delta.new_zeros(0, width)), 1.0
-    tall = num_tokens >= width
-    gram = delta.T @ delta if tall else delta @ delta.T
-    squares, vectors = torch.linalg.eigh(gram)
-    squares, vectors = squares.flip(0).clamp_min(0), vectors.flip(1)
-    chosen = min(_chosen_rank(squares, total, rank, energy), vectors.shape[1])
-    basis = vectors[:, :chosen]
-    if tall:
+    basis = known.vectors[:, :rank]
+    bits = None if isinstance(dtype, torch.dtype) else dtype or AUTO_BITS
+    if not basis.shape[1]:
+        nothing = Factors(delta.new_zeros(0, num_tokens), delta.new_zeros(0, width), bits)
+        return nothing, 1.0 if known.total == 0.0 else 0.0
+    if num_tokens >= width:
         u, v = (delta @ basis).T, basis.T
     else:
         # Δ = E (Eᵀ Δ): move the singular values to U so that both shapes of Δ give factors of the same kind. They are
@@ -151,23 +259,31 @@ def factorise(
         right = basis.T @ delta
         scale = right.norm(dim=1, keepdim=True)
         u, v = basis.T * scale, right / scale.clamp_min(torch.finfo(delta.dtype).tiny)
-    factors = Factors(_rounded(u, dtype), _rounded(v, dtype))
+    factors = Factors(rounded(u, dtype), rounded(v, dtype), bits)
     missing = float((delta - factors.u.T.float() @ factors.v.float()).square().sum())
-    return factors, max(0.0, 1.0 - missing / total)
+    return factors, max(0.0, 1.0 - missing / known.total)
 
 
-def _chosen_rank(squares: torch.Tensor, total: float, rank: int | str, energy: float) -> int:
-    if rank != "auto":
-        return int(rank)
-    reached = int((squares.cumsum(0) < energy * total).sum()) + 1
+def factorise(
+    delta: torch.Tensor, rank: int | str, energy: float, dtype: Precision = None
+) -> tuple[Factors, float]:
+    """`truncated` at a rank, or for ``auto`` at the smallest one that captures ``energy``, at most `MAX_AUTO_RANK`."""
+    known = directions(delta)
+    return truncated(delta, known, _least_rank(known, energy) if rank == "auto" else int(rank), dtype)
+
+
+def _least_rank(known: Directions, energy: float) -> int:
+    reached = int((known.squares.cumsum(0) < energy * known.total).sum()) + 1
     return min(reached, MAX_AUTO_RANK)
 
 
-def _rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """In ``dtype`` (fp16 for None), or in fp32 where a value leaves its range."""
-    wanted = dtype or torch.float16
-    fits = float(tensor.abs().max()) < torch.finfo(wanted).max
-    return tensor.contiguous().to(wanted if fits else torch.float32)
+def rounded(rows: torch.Tensor, dtype: Precision = None) -> torch.Tensor:
+    """What ``dtype`` can hold of (m, N) rows: in that dtype, in fp32 where a value leaves its range, and for integers
+    (`AUTO_BITS` for None) in fp32."""
+    if not isinstance(dtype, torch.dtype):
+        return quantise.rounded(rows, dtype or AUTO_BITS)
+    fits = float(rows.abs().max()) < torch.finfo(dtype).max
+    return rows.contiguous().to(dtype if fits else torch.float32)
 
 
 def add_into(target: torch.Tensor, canonical: torch.Tensor, factors: Factors | None) -> None:

@@ -80,8 +80,8 @@ def test_no_difference_has_rank_zero():
 @pytest.mark.parametrize("shape", [(200, 64), (64, 200)])
 def test_the_first_directions_of_a_high_rank_are_the_low_rank(shape):
     delta = matrix(shape, seed=8, decay=0.95)
-    high, _ = factorise(delta, 64, 0.99)
-    low, _ = factorise(delta, 8, 0.99)
+    high, _ = factorise(delta, 64, 0.99, torch.float16)
+    low, _ = factorise(delta, 8, 0.99, torch.float16)
     assert torch.equal(high.at_rank(8).u, low.u) and torch.equal(high.at_rank(8).v, low.v)
     assert high.at_rank(None) is high and high.at_rank(65) is high
 
@@ -104,7 +104,7 @@ def test_auto_is_bounded():
 
 
 def test_values_beyond_half_precision_are_kept_in_single():
-    factors, energy = factorise(1e6 * matrix((40, 20), seed=2), 20, 0.99)
+    factors, energy = factorise(1e6 * matrix((40, 20), seed=2), 20, 0.99, torch.float16)
     assert torch.float32 in (factors.u.dtype, factors.v.dtype) and energy > 0.999
 
 
