@@ -30,6 +30,7 @@ from kamera_cli.results import (
     EvictResult,
     IngestResult,
     Progress,
+    QueryPlan,
     QueryResult,
     RecallResult,
     WindowView,
@@ -313,6 +314,7 @@ class Engine:
         temperature: float = 0.0,
         seed: int = 0,
         rank: int | None = None,
+        place: bool = False,
         on_token: Callable[[str], None] | None = None,
     ) -> QueryResult:
         """Answer from stored chunks, with a receipt.
@@ -333,6 +335,9 @@ class Engine:
         rank : int or None
             Use only the first directions of each patch; with ``patched`` alone, since KL and energy were measured
             with all of them.
+        place : bool
+            Choose the order that reads the fewest bytes of patches and rebuilds none
+            (`kamera_cli.operator.placement`); the given one where every order would miss a patch.
 
         Raises
         ------
@@ -346,9 +351,27 @@ class Engine:
         from kamera_cli.jobs import query
 
         options = query.QueryOptions(
-            reuse, compare, max_kl, require_hit, max_new_tokens, temperature, seed, rank, on_token
+            reuse, compare, max_kl, require_hit, max_new_tokens, temperature, seed, rank, on_token, place
         )
         return query.query(self, question, window, chunks, options)
+
+    def explain(
+        self,
+        *,
+        window: str = "default",
+        chunks: Sequence[str] | None = None,
+        reuse: Literal["auto", "patched", "blind", "none"] = "auto",
+        max_kl: float | None = None,
+        place: bool = False,
+    ) -> QueryPlan:
+        """What a query with these options would use, and what it would read; nothing is read or run."""
+        from kamera_cli.jobs import arranging
+        from kamera_cli.jobs.common import refuse_other_model
+
+        view = load_window(self.store, self.settings.tenant, window)
+        refuse_other_model(self, view)
+        found = arranging.arrange(self.library, view, chunks, reuse=reuse, max_kl=max_kl, place=place)
+        return arranging.described(found, window, reuse)
 
     def evict(
         self,

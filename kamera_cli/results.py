@@ -122,6 +122,54 @@ class CompileResult:
 
 
 @dataclass(frozen=True)
+class Placed:
+    """An order that was chosen to need the least; see `kamera_cli.operator.placement`.
+
+    Attributes
+    ----------
+    order : tuple of int
+        Numbers of the chunks; the given order where every order would miss a patch.
+    patch_bytes : int or None
+        Stored bytes of the patches of that order; None where every order would miss one.
+    given_misses, given_patch_bytes : int
+        Patches that the given order would miss, and the bytes of those that it has.
+    """
+
+    order: tuple[int, ...]
+    patch_bytes: int | None
+    given_misses: int
+    given_patch_bytes: int
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """What a query would use for one chunk, and the stored bytes that it would read."""
+
+    id: str
+    number: int
+    name: str
+    num_tokens: int
+    used: Used
+    patches: tuple[str, ...]
+    rank: int | None
+    energy: float | None
+    kl: float | None
+    bytes_to_read: int
+    why_not: WhyNot | None = None
+
+
+@dataclass(frozen=True)
+class QueryPlan:
+    """Result of ``Engine.explain``: the plan of a query that was not run."""
+
+    window: str
+    reuse: str
+    fallback: str | None
+    chunks: tuple[PlannedChunk, ...]
+    placed: Placed | None = None
+
+
+@dataclass(frozen=True)
 class ChunkReceipt:
     """What one chunk of an answer was made of; ``energy`` and ``kl`` are None where a patch was cut to a lower rank.
 
@@ -205,6 +253,7 @@ class QueryResult:
     patches_kept: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     compare: Comparison | None = None
+    placed: Placed | None = None
 
 
 @dataclass(frozen=True)

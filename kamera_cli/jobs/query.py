@@ -11,16 +11,16 @@ import torch
 
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.generate import Chooser, decode
-from kamera_cli.jobs.common import Conditioned, conditioning, ordered, refuse_other_model, require_context
+from kamera_cli.jobs.arranging import Found, arrange, full_rank
+from kamera_cli.jobs.common import ordered, refuse_other_model, require_context
 from kamera_cli.jobs.compare import compare
 from kamera_cli.jobs.firstuse import keep_patches
-from kamera_cli.jobs.offers import StoredOffer, is_basis_only, offers
 from kamera_cli.jobs.reading import Reading, read_and_assemble
-from kamera_cli.library import Library, identity_of
+from kamera_cli.library import Library
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
-from kamera_cli.operator.plan import Action, Plan, Reuse, Wanted, plan
+from kamera_cli.operator.plan import Action, Plan, Reuse
 from kamera_cli.results import ChunkReceipt, QueryResult, Stages
 from kamera_cli.window import load_window, reconditioned, update_window
 from kamera_store.errors import DamagedError, MissingRecordError
@@ -43,19 +43,7 @@ class QueryOptions:
     seed: int
     rank: int | None
     on_token: Callable[[str], None] | None
-
-
-@dataclass(frozen=True)
-class Found:
-    """A chunk of the arrangement as the store has it: its record, and the patches that fit, best first."""
-
-    wanted: Conditioned
-    record: Record
-    patches: tuple[StoredOffer, ...]
-
-    def chosen(self, action: Action) -> tuple[Record, ...]:
-        """What is read for the patch that was chosen."""
-        return next((stored.records for stored in self.patches if stored.offer == action.offer), ())
+    place: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +65,7 @@ def query(
     _check(question, options)
     asked = time.perf_counter()
     view = load_window(engine.store, engine.settings.tenant, window)
-    entries = ordered(view, chunks)
+    ordered(view, chunks)  # a request that names what is not there fails before a model is loaded
     loading = time.perf_counter()
     refuse_other_model(engine, view)
     runner, library = engine.runner, engine.library
@@ -86,10 +74,9 @@ def query(
     choose = Chooser(options.temperature, options.seed)
     question_ids = runner.question_ids(question)
     runner.refuse_placeholders(question_ids, "the question")
-    wanted = conditioning(view, entries, given_order=chunks is not None)
-    found = [_find(library, chunk) for chunk in wanted]
+    arranged = arrange(library, view, chunks, reuse=options.reuse, max_kl=options.max_kl, place=options.place)
+    found, chosen = arranged.found, arranged.plan
     _require_fit(engine, found, question_ids.numel() + options.max_new_tokens)
-    chosen = plan(_wanted(found), reuse=options.reuse, max_kl=options.max_kl)
     _require_hits(chosen, found, options)
     lookup_ms = 1e3 * (time.perf_counter() - started)
 
@@ -114,7 +101,7 @@ def query(
         kept = keep_patches(
             engine, library, records, ready.captured, ready.segments, question_ids, ready.logits
         )
-        if chunks is None:
+        if chunks is None and not options.place:
             update_window(engine.store, engine.settings.tenant, window, reconditioned)
     engine.store.touch(
         [
@@ -146,6 +133,7 @@ def query(
         total_ms=total_ms,
         tpot_ms=tpot_ms,
         patches_kept=kept,
+        placed=arranged.placed,
         warnings=_warnings(receipts),
         compare=compare(
             engine, found_records(found), question_ids, ready.logits, answer, options.max_new_tokens
@@ -177,31 +165,10 @@ def _check(question: str, options: QueryOptions) -> None:
         raise UsageError(
             "--rank goes with --reuse patched: the KL of a patch was measured with all of its columns"
         )
+    if options.place and options.reuse in ("blind", "none"):
+        raise UsageError(f"--place chooses the order by its patches; --reuse {options.reuse} uses none")
     if options.max_kl is not None and options.max_kl < 0:
         raise UsageError(f"--max-kl {options.max_kl}: must not be negative")
-
-
-def _find(library: Library, chunk: Conditioned) -> Found:
-    record = library.find_chunk(chunk.entry)
-    if record is None:
-        raise NotFoundError(
-            f"chunk {chunk.entry.number} ({chunk.entry.name}) is no longer in the store; ingest its source again"
-        )
-    patches = offers(library, identity_of(chunk.entry), chunk.antecedents) if chunk.antecedents else ()
-    return Found(chunk, record, patches)
-
-
-def _wanted(found: Sequence[Found]) -> list[Wanted]:
-    return [
-        Wanted(
-            chunk=chunk.record.key,
-            num_antecedents=len(chunk.wanted.entry.conditioned_on)
-            if chunk.wanted.antecedents is None
-            else len(chunk.wanted.antecedents),
-            offers=tuple(stored.offer for stored in chunk.patches),
-        )
-        for chunk in found
-    ]
 
 
 def _require_fit(engine: Engine, found: Sequence[Found], num_more: int) -> None:
@@ -301,18 +268,13 @@ def _prefilled(engine: Engine, library: Library, found: Sequence[Found], questio
 def _receipts(
     found: Sequence[Found], chosen: Plan, reading: Reading, start: int, rank: int | None
 ) -> tuple[ChunkReceipt, ...]:
-    parts = [(chunk, action) for chunk, action in zip(found, chosen.actions, strict=True)]
     offset, receipts = start, []
-    for (chunk, action), bytes_read, hot_bytes in zip(
-        parts, reading.bytes_read, reading.hot_bytes, strict=True
+    for chunk, action, bytes_read, hot_bytes in zip(
+        found, chosen.actions, reading.bytes_read, reading.hot_bytes, strict=True
     ):
         parts, offer, entry = chunk.chosen(action), action.offer, chunk.wanted.entry
-        full_rank = (
-            sum(max(part.meta["ranks"]) for part in parts if not is_basis_only(part, parts))
-            if parts
-            else None
-        )
-        cut = full_rank is not None and rank is not None and rank < full_rank
+        of_parts = full_rank(parts)
+        cut = of_parts is not None and rank is not None and rank < of_parts
         receipts.append(
             ChunkReceipt(
                 id=entry.chunk,
@@ -322,7 +284,7 @@ def _receipts(
                 num_tokens=entry.num_tokens,
                 position=offset,
                 patch=parts[-1].id if parts and action.used != "composed" else None,
-                rank=rank if cut else full_rank,
+                rank=rank if cut else of_parts,
                 energy=None if offer is None or cut else offer.energy,
                 kl=None if offer is None or cut else offer.kl,
                 bytes_read=bytes_read,

@@ -113,7 +113,7 @@ def test_ctrl_c_says_that_finished_work_is_kept(cli: Cli, engine: FakeEngine) ->
         ["compile-patches", "--rank", "few"],
         ["compile-patches", "--energy", "0"],
         ["compile-patches", "--energy", "1.1"],
-        ["compile-patches", "--kind", "orbit"],
+        ["compile-patches", "--kind", "sideways"],
         ["evict"],
         ["evict", "1", "--oldest", "2"],
         ["evict", "--oldest", "0"],
