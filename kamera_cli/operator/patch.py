@@ -282,7 +282,7 @@ def rounded(rows: torch.Tensor, dtype: Precision = None) -> torch.Tensor:
     (`AUTO_BITS` for None) in fp32."""
     if not isinstance(dtype, torch.dtype):
         return quantise.rounded(rows, dtype or AUTO_BITS)
-    fits = float(rows.abs().max()) < torch.finfo(dtype).max
+    fits = not rows.numel() or float(rows.abs().max()) < torch.finfo(dtype).max
     return rows.contiguous().to(dtype if fits else torch.float32)
 
 
