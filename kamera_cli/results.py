@@ -100,13 +100,29 @@ class FormedPatch:
 
 
 @dataclass(frozen=True)
+class ComposedBound:
+    """What compositions of so many pairs within one set of chunks were measured to do.
+
+    ``kl`` and ``kl_blind`` are the largest next-token KL (nats) over ``num_samples`` real arrangements of the chunks,
+    with every chunk composed and with no patch at all; ``gain`` is the one that was used
+    (`kamera_cli.operator.compose.weights`).
+    """
+
+    num_antecedents: int
+    kl: float
+    kl_blind: float
+    gain: float
+    num_samples: int
+
+
+@dataclass(frozen=True)
 class CompileResult:
     """Result of ``Engine.compile_patches``; ``prefill_ms`` is the conditioned forward that all patches shared.
 
     ``form_ratio`` is everything but measuring (reading, forwards, factors, writing) over one plain prefill of the same
     chunks; None where no such prefill was timed. ``measure_ms`` went into the KL of the patches.
     For a removal also the numbers of the survivors that lost something, and the next-token KL to a prefill of the slid
-    window: as they were, and now.
+    window: as they were, and now. ``composed`` is what compositions of pairs are worth, by number of antecedents.
     """
 
     window: str
@@ -119,6 +135,7 @@ class CompileResult:
     kl_removed: float | None = None
     measure_ms: float = 0.0
     form_ratio: float | None = None
+    composed: tuple[ComposedBound, ...] = ()
 
 
 @dataclass(frozen=True)

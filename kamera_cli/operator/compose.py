@@ -14,12 +14,13 @@ changes the token most. So the weights are taken from the sizes of the rows of U
 
 which on a trained model came much nearer to the truth than masses of an attention forward, averaged over heads and over
 the layers below (heads differ more than any average can tell), and needs nothing that is not in every pair. The gain g
-corrects the size as a whole: fitted where real arrangements are at hand (`fitted_gain`), 1 otherwise.
+corrects the size as a whole: fitted where real arrangements are at hand (`GainFit`), 1 otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -93,25 +94,25 @@ def _composed(parts: Sequence[Factors], gain: float) -> Factors:
     return Factors(u[order].to(dtype), v[order].to(dtype))
 
 
-def fitted_gain(samples: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """The gain that brings composed Δ nearest to the true ones.
+@dataclass
+class GainFit:
+    """Least squares for the gain that brings composed Δ nearest to true ones.
 
-    Least squares over all samples, each relative to the size of its truth so that no layer outweighs the others.
-
-    Parameters
-    ----------
-    samples : iterable of (torch.Tensor, torch.Tensor)
-        Δ composed with gain 1 and the true Δ of one layer's tensor, equal shapes.
-
-    Returns
-    -------
-    float
-        1.0 where nothing was composed, or every truth is zero.
+    Each sample counts relative to the size of its truth, so that no layer outweighs the others.
     """
-    along = across = 0.0
-    for composed, true in samples:
+
+    along: float = 0.0
+    across: float = 0.0
+
+    def add(self, composed: Factors, true: torch.Tensor) -> None:
+        """Count one tensor of one layer: composed with gain 1, and the true Δ, (T, W) float32."""
         size = float(true.square().sum())
         if size > 0:
-            along += float((composed * true).sum()) / size
-            across += float(composed.square().sum()) / size
-    return along / across if across > 0 else 1.0
+            made = composed.u.T.float() @ composed.v.float()
+            self.along += float((made * true).sum()) / size
+            self.across += float(made.square().sum()) / size
+
+    @property
+    def gain(self) -> float:
+        """1.0 where nothing was composed or every truth is zero."""
+        return self.along / self.across if self.across > 0 else 1.0

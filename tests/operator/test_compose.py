@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kamera_cli.operator.compose import EXPONENT, compose, fitted_gain, token_sizes, weights
+from kamera_cli.operator.compose import EXPONENT, GainFit, compose, token_sizes, weights
 from kamera_cli.operator.patch import Factors, LayerPatch, factorise
 
 
@@ -133,9 +133,14 @@ def test_a_token_that_looks_at_one_antecedent_gets_what_attention_over_all_of_th
     assert float((sum(pairs) - true)[looks].norm()) > 0.15 * float(true[looks].norm())
 
 
-def test_the_gain_of_samples_that_are_too_small_by_a_factor_is_that_factor():
-    true = [_random(4, 6, seed=40), 1000 * _random(4, 6, seed=41)]
-    samples = [(each / 1.4, each) for each in true]
-    assert fitted_gain(samples) == pytest.approx(1.4)
-    assert fitted_gain([]) == 1.0
-    assert fitted_gain([(torch.zeros(2, 2), torch.zeros(2, 2))]) == 1.0
+def test_the_gain_of_samples_that_are_too_small_by_a_factor_is_that_factor_whatever_their_scale():
+    fit = GainFit()
+    for true in (_random(4, 6, seed=40), 1000 * _random(4, 6, seed=41)):
+        fit.add(_factors(true / 1.4), true)
+    assert fit.gain == pytest.approx(1.4)
+
+
+def test_nothing_to_fit_leaves_the_gain_at_one():
+    fit = GainFit()
+    fit.add(_factors(torch.zeros(2, 3)), torch.zeros(2, 3))
+    assert fit.gain == 1.0
