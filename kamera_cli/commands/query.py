@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,7 +10,15 @@ import typer
 
 from kamera_cli.commands.session import Session, WindowOption, command
 from kamera_cli.errors import UsageError
-from kamera_cli.results import ChunkReceipt, Comparison, QueryResult, Stages
+from kamera_cli.results import (
+    ChunkReceipt,
+    Comparison,
+    Placed,
+    PlannedChunk,
+    QueryPlan,
+    QueryResult,
+    Stages,
+)
 from kamera_cli.text import display, format_bytes, format_ms, format_number, table
 
 if TYPE_CHECKING:
@@ -17,6 +26,8 @@ if TYPE_CHECKING:
 
 USED_WORDS = {
     "exact": "patched",
+    "orbit": "patched for any order",
+    "composed": "patched from pairs",
     "canonical": "as stored, nothing stands before it",
     "blind": "as stored, unpatched",
     "prefilled": "computed anew",
@@ -80,6 +91,12 @@ def query(
             help="Use only this many columns of each patch, with --reuse patched",
         ),
     ] = None,
+    place: Annotated[
+        bool, typer.Option("--place", help="Put the chunks in the order that reads the least of patches")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say what would be used and read, and answer nothing")
+    ] = False,
 ) -> None:
     """Answer a question, with a receipt.
 
@@ -89,11 +106,17 @@ def query(
         raise UsageError("the question is no valid UTF-8; type it again or check the terminal's encoding")
     if max_kl is not None and not max_kl >= 0.0:
         raise UsageError(f"--max-kl {max_kl} is no bound; give a number from 0 up")
+    order = parse_order(chunks)
+    if explain:
+        with session.engine() as engine:
+            planned = engine.explain(window=window, chunks=order, reuse=reuse, max_kl=max_kl, place=place)
+        session.output.result("query-plan", dataclasses.asdict(planned), lambda: plan_view(planned))
+        return
     with session.engine() as engine:
         result = engine.query(
             question,
             window=window,
-            chunks=parse_order(chunks),
+            chunks=order,
             reuse=reuse,
             compare=compare,
             max_kl=max_kl,
@@ -102,6 +125,7 @@ def query(
             temperature=temperature,
             seed=seed,
             rank=rank,
+            place=place,
         )
     for warning in result.warnings:
         session.output.warn(warning)
@@ -153,9 +177,49 @@ def payload(result: QueryResult) -> dict[str, object]:
         },
         "why_not": {chunk.id: chunk.why_not for chunk in result.chunks if chunk.why_not is not None},
         "patches_kept": result.patches_kept,
+        "placed": None if result.placed is None else dataclasses.asdict(result.placed),
         "warnings": result.warnings,
         "compare": None if result.compare is None else _compare_payload(result.compare),
     }
+
+
+def plan_view(planned: QueryPlan) -> Iterable[RenderableType]:
+    """What people see of a plan that was not run."""
+    yield table(
+        (">#", "chunk", ">tokens", "would be used", ">patch rank", ">KL", ">to read"),
+        (
+            (
+                chunk.number,
+                chunk.name,
+                chunk.num_tokens,
+                _used_words(chunk),
+                "–" if chunk.rank is None else chunk.rank,
+                format_number(chunk.kl),
+                format_bytes(chunk.bytes_to_read),
+            )
+            for chunk in planned.chunks
+        ),
+    )
+    yield ""
+    if planned.placed is not None:
+        yield placed_line(planned.placed)
+    total = format_bytes(sum(chunk.bytes_to_read for chunk in planned.chunks))
+    if planned.fallback is not None:
+        yield f"{total} to read; the language model would run over all chunks: {planned.fallback}"
+    else:
+        yield f"{total} to read; the language model would run over the question alone"
+
+
+def placed_line(placed: Placed) -> str:
+    """What the choice of an order saved."""
+    order = ",".join(map(str, placed.order))
+    if placed.patch_bytes is None:
+        return f"placed {order} as given: in every order some chunk has no usable patch"
+    misses = "" if not placed.given_misses else f" and misses {placed.given_misses}"
+    return (
+        f"placed {order}: {format_bytes(placed.patch_bytes)} of patches, none rebuilt; "
+        f"the given order reads {format_bytes(placed.given_patch_bytes)}{misses}"
+    )
 
 
 def view(result: QueryResult, *, brief: bool) -> Iterable[RenderableType]:
@@ -183,6 +247,8 @@ def view(result: QueryResult, *, brief: bool) -> Iterable[RenderableType]:
         ),
     )
     yield ""
+    if result.placed is not None:
+        yield placed_line(result.placed)
     yield _first_token_line(result)
     stages = " · ".join(f"{name} {format_ms(getattr(result.stages, name))}" for name in STAGES)
     yield Text(f"  {stages}", style="dim")
@@ -214,7 +280,7 @@ def _made_of_line(result: QueryResult) -> str:
     )
 
 
-def _used_words(chunk: ChunkReceipt) -> str:
+def _used_words(chunk: ChunkReceipt | PlannedChunk) -> str:
     words = USED_WORDS[chunk.used]
     return words if chunk.why_not is None else f"{words}: {WHY_NOT_WORDS[chunk.why_not]}"
 
@@ -226,6 +292,8 @@ def _chunk_payload(chunk: ChunkReceipt) -> dict[str, object]:
         "name": chunk.name,
         "used": chunk.used,
         "patch": chunk.patch,
+        "pairs": chunk.pairs,
+        "hot_bytes": chunk.hot_bytes,
         "rank": chunk.rank,
         "energy": chunk.energy,
         "kl": chunk.kl,
