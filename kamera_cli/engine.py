@@ -25,6 +25,7 @@ from kamera_cli.model.checkpoint import (
     positions_memory,
     read_contents,
 )
+from kamera_cli.operator.ranks import parse_budget
 from kamera_cli.results import (
     CompileResult,
     EvictResult,
@@ -268,6 +269,8 @@ class Engine:
         energy: float = 0.99,
         factor_dtype: str = "auto",
         probe: str = "",
+        time_prefill: bool = False,
+        budget: str | None = None,
     ) -> CompileResult:
         """Form the patch of every chunk for what stands before it, in one conditioned forward.
 
@@ -280,10 +283,16 @@ class Engine:
             at most `kamera_cli.operator.orbit.ORBIT_LIMIT` chunks.
             ``removal`` takes what chunks absorbed from chunks that have left the window out of them again.
         rank : int or "auto"
-            ``auto`` captures ``energy`` of ‖Δ‖² per layer, at most rank 64.
-        factor_dtype : {"auto", "fp32", "fp16", "bf16"}
+            ``auto`` captures ``energy`` of ‖Δ‖², at most rank 64 of a tensor: of all layers together, each weighted by
+            its measured sensitivity, and of each layer apart where that is not known.
+        factor_dtype : {"auto", "fp32", "fp16", "bf16", "int8", "int6", "int4"}
+            ``auto`` is integers of `kamera_cli.operator.patch.AUTO_BITS` bits.
         probe : str
             Question on which the KL of each patch is measured; empty for the template's closing tokens alone.
+        time_prefill : bool
+            Also run one plain prefill of what was formed, so that the result tells the cost in units of it.
+        budget : str or None
+            Most bytes of each patch, a share of the KV that it serves (``3%``) or a size (``20KB``); goes with ``auto``.
         """
         from kamera_cli.jobs import orbit, patches, removal
 
@@ -291,7 +300,16 @@ class Engine:
             raise UsageError(f"--kind {kind} is not supported (supported: exact, orbit, removal)")
         if not 0 < energy <= 1:
             raise UsageError(f"--energy {energy}: must be above 0 and at most 1")
-        options = patches.PatchOptions(rank, energy, factor_dtype, probe)
+        if budget is not None:
+            parse_budget(budget)
+            if rank != "auto" or kind == "orbit":
+                asked = "--kind orbit" if kind == "orbit" else f"--rank {rank}"
+                raise UsageError(
+                    f"--budget {budget} and {asked} exclude each other; a budget goes with --rank auto"
+                )
+        options = patches.PatchOptions(
+            rank, energy, factor_dtype, probe, time_prefill, budget=budget, learn=True
+        )
         if kind == "removal":
             if chunks is not None:
                 raise UsageError("--kind removal goes by the window's own order; name no chunks")
@@ -391,15 +409,18 @@ class Engine:
         return result
 
     def recall(
-        self, chunks: Sequence[str], *, window: str = "default", at: str | int = "end"
+        self, chunks: Sequence[str], *, window: str = "default", at: str | int = "end", repair: bool = False
     ) -> RecallResult:
         """Put evicted chunks back, each with a patch for what now stands before it; the vision tower never runs.
 
-        The model is loaded only where such a patch is not in the store yet.
+        The model is loaded only where such a patch is not in the store yet. With ``repair`` the chunks of the window
+        whose patches name a recalled one are conditioned anew on what stands before them now, the cheapest first.
         """
         from kamera_cli.jobs import patches
+        from kamera_cli.jobs import repair as repairing
 
-        return patches.recall(self, chunks, window, moves.position(at))
+        result = patches.recall(self, chunks, window, moves.position(at))
+        return repairing.repair(self, result) if repair else result
 
     def open_window(self, name: str = "default") -> Window:
         """A window as one object to hold on to; the window itself begins with its first ingest.

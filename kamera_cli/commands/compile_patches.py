@@ -30,7 +30,10 @@ def compile_patches(
         ),
     ] = "exact",
     rank: Annotated[
-        str, typer.Option("--rank", metavar="M|auto", help="Columns of a patch; auto keeps --energy")
+        str,
+        typer.Option(
+            "--rank", metavar="M|auto", help="Columns of a patch; auto gives each layer what it is worth"
+        ),
     ] = "auto",
     energy: Annotated[
         float,
@@ -38,8 +41,17 @@ def compile_patches(
             "--energy", metavar="SHARE", help="Share of the residual's energy that --rank auto captures"
         ),
     ] = 0.99,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            metavar="SHARE|BYTES",
+            help="Most that --rank auto spends on a patch: 3% of the KV it serves, or a size such as 20KB",
+        ),
+    ] = None,
     dtype: Annotated[
-        Literal["auto", "fp32", "fp16", "bf16"], typer.Option("--dtype", help="Dtype of the patch's factors")
+        Literal["auto", "fp32", "fp16", "bf16", "int8", "int6", "int4"],
+        typer.Option("--dtype", help="What the patch's factors are kept in"),
     ] = "auto",
 ) -> None:
     """Form patches ahead of the first question.
@@ -55,6 +67,8 @@ def compile_patches(
             rank=parse_rank(rank),
             energy=parse_energy(energy),
             factor_dtype=dtype,
+            budget=budget,
+            time_prefill=session.output.verbose,
         )
     session.output.result("compile-patches", payload(result), lambda: view(result))
 
@@ -100,7 +114,9 @@ def payload(result: CompileResult) -> dict[str, object]:
                 "antecedents": patch.antecedents,
                 "outcome": patch.outcome,
                 "ranks": patch.ranks,
+                "split": patch.split,
                 "energy": patch.energy,
+                "energy_weighted": patch.energy_weighted,
                 "kl": patch.kl,
                 "kl_blind": patch.kl_blind,
                 "patch_bytes": patch.patch_bytes,
@@ -114,6 +130,9 @@ def payload(result: CompileResult) -> dict[str, object]:
         "kl_removed": result.kl_removed,
         "patch_bytes": sum(patch.patch_bytes for patch in result.patches),
         "prefill_ms": result.prefill_ms,
+        "measure_ms": result.measure_ms,
+        "learn_ms": result.learn_ms,
+        "form_ratio": result.form_ratio,
         "total_ms": result.total_ms,
     }
 
@@ -161,7 +180,8 @@ def view(result: CompileResult) -> Iterable[RenderableType]:
     formed = sum(patch.outcome == "formed" for patch in result.patches)
     yield (
         f"{count(formed, 'patch')} formed, {len(result.patches) - formed} found in {format_ms(result.total_ms)} "
-        f"(one prefill of {format_ms(result.prefill_ms)} served them all)"
+        f"({format_ms(result.prefill_ms)} of it in conditioned forwards, {format_ms(result.measure_ms)} measuring KL"
+        + (")" if result.form_ratio is None else f"; formed in {result.form_ratio:.2f} prefills)")
     )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
-
-import torch
 
 from kamera_cli.errors import NotFoundError
 from kamera_cli.generate import next_token_kl
@@ -21,12 +20,13 @@ from kamera_cli.jobs.common import (
 )
 from kamera_cli.jobs.conditioned import Prefilled, count_branches, each_branch
 from kamera_cli.jobs.measuring import Part, logits_behind, places_of
+from kamera_cli.jobs.sensitivity import layer_weights
 from kamera_cli.library import Library
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
-from kamera_cli.model.loading import DTYPES
 from kamera_cli.model.scoring import logits_after
-from kamera_cli.operator.patch import check_rank, form
+from kamera_cli.operator.patch import FACTOR_DTYPES, Precision, check_rank, direction_bytes, form
+from kamera_cli.operator.ranks import check_budget, parse_budget
 from kamera_cli.results import CompileResult, FormedPatch, Progress, RecallResult
 from kamera_cli.window import load_window, pick, recalled, update_window
 from kamera_store.records import Record
@@ -44,16 +44,40 @@ class PatchOptions:
     factor_dtype: str = "auto"
     probe: str = ""
     time_prefill: bool = False
+    budget: str | None = None
+    learn: bool = False
+    weights: tuple[tuple[float, float], ...] | None = None
 
     @property
-    def dtype(self) -> torch.dtype | None:
+    def dtype(self) -> Precision:
         """Dtype of the factors; None lets `form` choose."""
-        return None if self.factor_dtype == "auto" else DTYPES[self.factor_dtype]
+        return FACTOR_DTYPES[self.factor_dtype]
 
     @property
     def request(self) -> dict:
         """What decides the factors; kept with a patch, so that the same request finds it done."""
-        return {"rank": self.rank, "energy": self.energy, "factor_dtype": self.factor_dtype}
+        asked = {"rank": self.rank, "energy": self.energy, "factor_dtype": self.factor_dtype}
+        return asked if self.budget is None else {**asked, "budget": self.budget}
+
+    def budget_bytes(self, chunk: Record) -> int | None:
+        """Bytes that the patch of a chunk may take."""
+        return None if self.budget is None else parse_budget(self.budget).of(kv_bytes(chunk))
+
+    def check_budget(self, chunk: Record, what: str) -> None:
+        """Refuse a budget that leaves the patch of a chunk without any direction.
+
+        Raises
+        ------
+        UsageError
+        """
+        if self.budget is None:
+            return
+        sizes = [
+            direction_bytes(tensor.shape[0], math.prod(tensor.shape[1:]), self.dtype)
+            for tensor in chunk.tensors
+            if tensor.layer >= 0
+        ]
+        check_budget(parse_budget(self.budget), kv_bytes(chunk), min(sizes), what)
 
 
 @dataclass(frozen=True)
@@ -70,12 +94,15 @@ class Costs:
         Logits for the KL of the patches.
     plain_ms : float or None
         One plain prefill of the same chains, each from the preamble on; None where it was not timed.
+    learn_ms : float
+        Once per model: what each layer is worth.
     """
 
     prefill_ms: float
     forming_ms: float
     measure_ms: float
     plain_ms: float | None
+    learn_ms: float = 0.0
 
     @property
     def form_ratio(self) -> float | None:
@@ -111,7 +138,7 @@ def compile_window(
     total_ms = 1e3 * (time.perf_counter() - started)
     return CompileResult(
         window, "exact", tuple(formed), costs.prefill_ms, total_ms,
-        measure_ms=costs.measure_ms, form_ratio=costs.form_ratio,
+        measure_ms=costs.measure_ms, form_ratio=costs.form_ratio, learn_ms=costs.learn_ms,
     )  # fmt: skip
 
 
@@ -129,6 +156,14 @@ def form_chains(
     started = time.perf_counter()
     formed = {chain: _found(engine.library, chain, options, numbers) for chain in chains}
     missing = [chain for chain in chains if formed[chain] is None]
+    for chain in missing:
+        label = str(numbers.get(chain[-1].key, chain[-1].short_id))
+        options.check_budget(require_record(engine.library, chain[-1], label), f"chunk {label}")
+    learning = time.perf_counter()
+    if missing:
+        longest = max(missing, key=len) if options.learn and options.rank == "auto" else None
+        options = replace(options, weights=layer_weights(engine, longest, numbers))
+    learn_ms = 1e3 * (time.perf_counter() - learning)
     forming = _Forming(engine, options, numbers, frozenset(missing))
     probe_tokens = forming.probe.numel()
     total = count_branches(missing)
@@ -136,11 +171,11 @@ def form_chains(
         engine.progress(Progress("forming patches", done, total, "forwards"))
         formed |= forming.branch(branch)
     engine.progress(Progress("forming patches", total, total, "forwards"))
-    spent_ms = 1e3 * (time.perf_counter() - started)
+    spent_ms = 1e3 * (time.perf_counter() - started) - learn_ms
     plain_ms = forming.prefill_ms if forming.is_plain else None
     if missing and plain_ms is None and options.time_prefill:
         plain_ms = _plain_prefill_ms(engine, maximal(missing), numbers)
-    costs = Costs(forming.prefill_ms, spent_ms - forming.measure_ms, forming.measure_ms, plain_ms)
+    costs = Costs(forming.prefill_ms, spent_ms - forming.measure_ms, forming.measure_ms, plain_ms, learn_ms)
     return [formed[chain] for chain in chains], costs
 
 
@@ -185,7 +220,10 @@ class _Forming:
         if length == 1:
             return Part(segment, after)
         options, canonical = self._options, self._library.layers(record)
-        patch = form(after, canonical, rank=options.rank, energy=options.energy, dtype=options.dtype)
+        patch = form(
+            after, canonical, rank=options.rank, energy=options.energy, dtype=options.dtype,
+            budget_bytes=options.budget_bytes(record), weights=options.weights,
+        )  # fmt: skip
         return Part(segment, canonical, patch)
 
     def _measured(self, branch: Prefilled, wanted: Sequence[int]) -> list[dict]:
@@ -253,7 +291,6 @@ def describe(
     record: Record, chunk: Record, numbers: dict[bytes, int], outcome: str, form_ms: float
 ) -> FormedPatch:
     """A stored patch as commands show it; bytes are raw tensor bytes on both sides."""
-    kv_bytes = sum(tensor.raw_bytes for tensor in chunk.tensors if tensor.layer >= 0)
     return FormedPatch(
         id=record.id,
         chunk=chunk.id,
@@ -265,9 +302,16 @@ def describe(
         kl=record.meta["kl"],
         kl_blind=record.meta["kl_blind"],
         patch_bytes=record.raw_bytes,
-        chunk_kv_bytes=kv_bytes,
+        chunk_kv_bytes=kv_bytes(chunk),
         form_ms=form_ms,
+        energy_weighted=record.meta.get("energy_weighted"),
+        split=tuple(map(tuple, record.meta.get("split", ()))),
     )
+
+
+def kv_bytes(chunk: Record) -> int:
+    """Raw bytes of a chunk's canonical KV."""
+    return sum(tensor.raw_bytes for tensor in chunk.tensors if tensor.layer >= 0)
 
 
 def recall(engine: Engine, chunks: Sequence[str], window: str, at: int | None) -> RecallResult:

@@ -27,7 +27,7 @@ PROMISED = {
     "compile-patches": (
         "window kind prefill_ms total_ms patch_bytes patches.id patches.chunk patches.chunk_number patches.antecedents "
         "patches.outcome patches.ranks patches.energy patches.kl patches.kl_blind patches.patch_bytes "
-        "patches.chunk_kv_bytes patches.form_ms survivors kl_kept kl_removed"
+        "patches.chunk_kv_bytes patches.form_ms survivors kl_kept kl_removed measure_ms form_ratio"
     ),
     "query": (
         "question answer window reuse fallback model device dtype attention ttft_ms tpot_ms total_ms stages.lookup "
@@ -35,9 +35,9 @@ PROMISED = {
         "tokens.new why_not patches_kept warnings chunks.id chunks.number chunks.name chunks.used chunks.patch "
         "chunks.rank chunks.energy chunks.kl chunks.bytes_read chunks.num_tokens chunks.position chunks.why_not "
         "compare.ttft_ms compare.kl compare.same_answer compare.answer compare.vision_ms compare.prefill_ms "
-        "compare.decode_ms compare.full_reencode"
+        "compare.decode_ms compare.full_reencode placed chunks.pairs chunks.hot_bytes"
     ),
-    "recall": "window patched cascade vision_calls total_ms "
+    "recall": "window patched cascade vision_calls total_ms repaired repaired_patches "
     + " ".join(f"{part}.{key}" for part in ("recalled", "chunks") for key in ENTRY.split()),
     "evict": "window dry_run purged freed_bytes "
     + " ".join(f"{part}.{key}" for part in ("evicted", "chunks") for key in ENTRY.split()),
