@@ -292,7 +292,7 @@ class Engine:
         time_prefill : bool
             Also run one plain prefill of what was formed, so that the result tells the cost in units of it.
         budget : str or None
-            Most bytes of each patch, a share of the KV that it serves (``3%``) or a size (``20KB``); goes with ``auto``.
+            Most bytes of each patch, a share of the KV that it serves (``3%``) or a size (``20KB``); with ``auto``.
         """
         from kamera_cli.jobs import orbit, patches, removal
 

@@ -82,7 +82,8 @@ class FormedPatch:
 
     ``kl`` and ``kl_blind`` are next-token KL divergences (nats) against the conditioned prefill, taken on the
     prompt's closing tokens when the patch was formed, with and without the patch. ``energy`` is the smallest captured
-    share of the residual's squared Frobenius norm over layers.
+    share of the residual's squared Frobenius norm over layers; ``energy_weighted`` that of all layers together,
+    weighted by their measured sensitivity (None where none was). ``split`` has the ranks of both tensors of each layer.
     """
 
     id: str
@@ -97,6 +98,8 @@ class FormedPatch:
     patch_bytes: int
     chunk_kv_bytes: int
     form_ms: float
+    energy_weighted: float | None = None
+    split: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,8 @@ class CompileResult:
     """Result of ``Engine.compile_patches``; ``prefill_ms`` is the conditioned forward that all patches shared.
 
     ``form_ratio`` is everything but measuring (reading, forwards, factors, writing) over one plain prefill of the same
-    chunks; None where no such prefill was timed. ``measure_ms`` went into the KL of the patches.
+    chunks; None where no such prefill was timed. ``measure_ms`` went into the KL of the patches,
+    ``learn_ms``, once per model, into what each layer is worth.
     For a removal also the numbers of the survivors that lost something, and the next-token KL to a prefill of the slid
     window: as they were, and now. ``composed`` is what compositions of pairs are worth, by number of antecedents.
     """
@@ -135,6 +139,7 @@ class CompileResult:
     kl_removed: float | None = None
     measure_ms: float = 0.0
     form_ratio: float | None = None
+    learn_ms: float = 0.0
     composed: tuple[ComposedBound, ...] = ()
 
 
@@ -309,7 +314,10 @@ class EvictResult:
 
 @dataclass(frozen=True)
 class RecallResult:
-    """Result of ``Engine.recall``. ``cascade``: chunks (hex) with patches that have a recalled one as antecedent."""
+    """Result of ``Engine.recall``. ``cascade``: chunks (hex) with patches that have a recalled one as antecedent.
+
+    ``repaired``: numbers of those that were conditioned anew on what stands before them now, and their new patches.
+    """
 
     window: WindowView
     recalled: tuple[WindowEntry, ...]
@@ -317,6 +325,8 @@ class RecallResult:
     cascade: tuple[str, ...]
     vision_calls: int
     total_ms: float
+    repaired: tuple[int, ...] = ()
+    repaired_patches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
