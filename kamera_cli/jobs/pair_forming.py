@@ -160,7 +160,8 @@ def _measure(
 ) -> tuple[ComposedBound, ...]:
     """Fit a gain for each number of antecedents, and keep the gains if they lower the KL of the samples as a whole."""
     size = len(orders[0])
-    fits = {end: GainFit() for end in range(3, size + 1)}
+    numbers_before = range(2, size)
+    fits: list[dict[int, GainFit]] = []
     exact, blind, plain = [], [], []
     for done, order in enumerate(orders):
         engine.progress(Progress("measuring compositions", done, len(orders), "arrangements"))
@@ -170,24 +171,34 @@ def _measure(
         exact.append(held.logits(engine, order, probe, layers=true))
         plain.append(held.logits(engine, order, probe, patches=composed))
         blind.append(held.logits(engine, order, probe))
-        for end, fit in fits.items():
-            for patch, conditioned_kv, alone in zip(
-                composed[end - 1], true[end - 1], held.canonical[order[end - 1]], strict=True
-            ):
-                fit.add(patch.rotary, residual(conditioned_kv.rotary, alone.rotary))
-                fit.add(patch.plain, residual(conditioned_kv.plain, alone.plain))
-    gains = {end - 1: round(fit.gain, 4) for end, fit in fits.items()}
+        fits.append({at: _fit(composed[at], true[at], held.canonical[order[at]]) for at in numbers_before})
+    gains = {at: round(sum((fit[at] for fit in fits), GainFit()).gain, 4) for at in numbers_before}
     fitted = [held.logits(engine, order, probe, patches=held.patches(order, gains)) for order in orders]
     engine.progress(Progress("measuring compositions", len(orders), len(orders), "arrangements"))
     with_gains, without, unpatched = (_kls(exact, arm) for arm in (fitted, plain, blind))
-    helps = float(with_gains.mean()) < float(without.mean())
-    worst, worst_blind = (with_gains if helps else without).amax(0), unpatched.amax(0)
+    if float(with_gains.mean()) < float(without.mean()):
+        kept = with_gains
+    else:
+        kept, gains = without, dict.fromkeys(gains, 1.0)
     return tuple(
         ComposedBound(
-            number, float(worst[at]), float(worst_blind[at]), gains[number] if helps else 1.0, len(orders)
+            num_antecedents=at,
+            kl=float(kept[:, column].max()),
+            kl_blind=float(unpatched[:, column].max()),
+            energy=min(fit[at].energy(gains[at]) for fit in fits),
+            gain=gains[at],
+            num_samples=len(orders),
         )
-        for at, number in enumerate(gains)
+        for column, at in enumerate(numbers_before)
     )
+
+
+def _fit(composed: Sequence[LayerPatch], after: Sequence[LayerKV], alone: Sequence[LayerKV]) -> GainFit:
+    fit = GainFit()
+    for patch, conditioned_kv, canonical in zip(composed, after, alone, strict=True):
+        fit.add(patch.rotary, residual(conditioned_kv.rotary, canonical.rotary))
+        fit.add(patch.plain, residual(conditioned_kv.plain, canonical.plain))
+    return fit
 
 
 def _kls(exact: Sequence[torch.Tensor], arm: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -98,11 +98,12 @@ def _composed(parts: Sequence[Factors], gain: float) -> Factors:
 class GainFit:
     """Least squares for the gain that brings composed Δ nearest to true ones.
 
-    Each sample counts relative to the size of its truth, so that no layer outweighs the others.
+    Each layer and tensor counts relative to the size of its truth, so that none outweighs the others.
     """
 
     along: float = 0.0
     across: float = 0.0
+    num_tensors: int = 0
 
     def add(self, composed: Factors, true: torch.Tensor) -> None:
         """Count one tensor of one layer: composed with gain 1, and the true Δ, (T, W) float32."""
@@ -111,8 +112,20 @@ class GainFit:
             made = composed.u.T.float() @ composed.v.float()
             self.along += float((made * true).sum()) / size
             self.across += float(made.square().sum()) / size
+            self.num_tensors += 1
+
+    def __add__(self, other: GainFit) -> GainFit:
+        return GainFit(
+            self.along + other.along, self.across + other.across, self.num_tensors + other.num_tensors
+        )
 
     @property
     def gain(self) -> float:
         """1.0 where nothing was composed or every truth is zero."""
         return self.along / self.across if self.across > 0 else 1.0
+
+    def energy(self, gain: float) -> float:
+        """Captured share 1 − ‖g · made − true‖² / ‖true‖², the mean over tensors; 1.0 where every truth is zero."""
+        return (
+            1.0 if self.num_tensors == 0 else gain * (2 * self.along - gain * self.across) / self.num_tensors
+        )

@@ -138,9 +138,11 @@ def test_the_gain_of_samples_that_are_too_small_by_a_factor_is_that_factor_whate
     for true in (_random(4, 6, seed=40), 1000 * _random(4, 6, seed=41)):
         fit.add(_factors(true / 1.4), true)
     assert fit.gain == pytest.approx(1.4)
+    assert fit.energy(fit.gain) == pytest.approx(1.0)
+    assert fit.energy(1.0) == pytest.approx(1 - (0.4 / 1.4) ** 2)
 
 
 def test_nothing_to_fit_leaves_the_gain_at_one():
     fit = GainFit()
     fit.add(_factors(torch.zeros(2, 3)), torch.zeros(2, 3))
-    assert fit.gain == 1.0
+    assert fit.gain == fit.energy(1.0) == 1.0
