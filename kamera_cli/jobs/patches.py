@@ -155,13 +155,14 @@ def form_chains(
     """
     formed = {chain: _found(engine.library, chain, options, numbers) for chain in chains}
     missing = [chain for chain in chains if formed[chain] is None]
+    if not missing:
+        return [formed[chain] for chain in chains], Costs(0.0, 0.0, 0.0, None)
     for chain in missing:
         label = str(numbers.get(chain[-1].key, chain[-1].short_id))
         options.check_budget(require_record(engine.library, chain[-1], label), f"chunk {label}")
     learning = time.perf_counter()
-    if missing:
-        longest = max(missing, key=len) if options.learn and options.rank == "auto" else None
-        options = replace(options, weights=layer_weights(engine, longest, numbers))
+    longest = max(missing, key=len) if options.learn and options.rank == "auto" else None
+    options = replace(options, weights=layer_weights(engine, longest, numbers))
     learn_ms = 1e3 * (time.perf_counter() - learning)
     forming = _Forming(engine, options, numbers, frozenset(missing))
     # By now the model is in memory: loading it is no part of what forming costs.
@@ -174,7 +175,7 @@ def form_chains(
     engine.progress(Progress("forming patches", total, total, "forwards"))
     spent_ms = 1e3 * (time.perf_counter() - started)
     plain_ms = forming.prefill_ms if forming.is_plain else None
-    if missing and plain_ms is None and options.time_prefill:
+    if plain_ms is None and options.time_prefill:
         plain_ms = _plain_prefill_ms(engine, maximal(missing), numbers)
     costs = Costs(forming.prefill_ms, spent_ms - forming.measure_ms, forming.measure_ms, plain_ms, learn_ms)
     return [formed[chain] for chain in chains], costs
