@@ -264,7 +264,7 @@ class Engine:
         chunks: Sequence[str] | None = None,
         *,
         window: str = "default",
-        kind: Literal["exact", "orbit", "removal"] = "exact",
+        kind: Literal["exact", "orbit", "pair", "removal"] = "exact",
         rank: int | Literal["auto"] = "auto",
         energy: float = 0.99,
         factor_dtype: str = "auto",
@@ -278,9 +278,10 @@ class Engine:
         ----------
         chunks : sequence of str or None
             An order (numbers, names, ids); None for the window's own.
-        kind : {"exact", "orbit", "removal"}
+        kind : {"exact", "orbit", "pair", "removal"}
             ``orbit`` forms patches for every set of the given chunks before each of them, so that any order is served;
-            at most `kamera_cli.operator.orbit.ORBIT_LIMIT` chunks.
+            at most `kamera_cli.operator.orbit.ORBIT_LIMIT` chunks. ``pair`` forms a patch of every chunk after every
+            other one, of which patches for any arrangement are composed, and measures how far these are off.
             ``removal`` takes what chunks absorbed from chunks that have left the window out of them again.
         rank : int or "auto"
             ``auto`` captures ``energy`` of ‖Δ‖², at most rank 64 of a tensor: of all layers together, each weighted by
@@ -294,10 +295,10 @@ class Engine:
         budget : str or None
             Most bytes of each patch, a share of the KV that it serves (``3%``) or a size (``20KB``); with ``auto``.
         """
-        from kamera_cli.jobs import orbit, patches, removal
+        from kamera_cli.jobs import orbit, pair_forming, patches, removal
 
-        if kind not in ("exact", "orbit", "removal"):
-            raise UsageError(f"--kind {kind} is not supported (supported: exact, orbit, removal)")
+        if kind not in ("exact", "orbit", "pair", "removal"):
+            raise UsageError(f"--kind {kind} is not supported (supported: exact, orbit, pair, removal)")
         if not 0 < energy <= 1:
             raise UsageError(f"--energy {energy}: must be above 0 and at most 1")
         if budget is not None:
@@ -314,6 +315,8 @@ class Engine:
             if chunks is not None:
                 raise UsageError("--kind removal goes by the window's own order; name no chunks")
             return removal.remove(self, window, options)
+        if kind == "pair":
+            return pair_forming.compile_pairs(self, chunks, window, options)
         if kind == "orbit":
             return orbit.compile_orbit(self, chunks, window, options)
         return patches.compile_window(self, chunks, window, options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from kamera_cli.errors import NotFoundError, UsageError
@@ -80,13 +80,16 @@ def recalled(window: WindowView, returning: Sequence[WindowEntry], at: int | Non
     return replace(window, entries=tuple(entries), evicted=left)
 
 
-def reconditioned(window: WindowView) -> WindowView:
-    """Every chunk conditioned on what stands before it now, as after a prefill of the whole window."""
+def reconditioned(window: WindowView, chunks: Collection[str] | None = None) -> WindowView:
+    """Some chunks (None: every one) conditioned on what stands before them now, as after a prefill of the window."""
     keys = [entry.chunk for entry in window.entries]
     return replace(
         window,
         entries=tuple(
-            replace(entry, conditioned_on=tuple(keys[:index])) for index, entry in enumerate(window.entries)
+            replace(entry, conditioned_on=tuple(keys[:index]))
+            if chunks is None or entry.chunk in chunks
+            else entry
+            for index, entry in enumerate(window.entries)
         ),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,10 +23,11 @@ def compile_patches(
     chunks: ChunksArgument = None,
     window: WindowOption = "default",
     kind: Annotated[
-        Literal["exact", "orbit", "removal"],
+        Literal["exact", "orbit", "pair", "removal"],
         typer.Option(
             "--kind",
             help="exact: for the antecedents in this order; orbit: for every order of up to 5 chunks; "
+            "pair: each after each other one, of which any arrangement is composed; "
             "removal: survivors forget what has left the window",
         ),
     ] = "exact",
@@ -125,6 +127,7 @@ def payload(result: CompileResult) -> dict[str, object]:
             }
             for patch in result.patches
         ],
+        "composed": [dataclasses.asdict(bound) for bound in result.composed],
         "survivors": result.survivors,
         "kl_kept": result.kl_kept,
         "kl_removed": result.kl_removed,
@@ -182,6 +185,19 @@ def view(result: CompileResult) -> Iterable[RenderableType]:
         f"{count(formed, 'patch')} formed, {len(result.patches) - formed} found in {format_ms(result.total_ms)} "
         f"({format_ms(result.prefill_ms)} of it in conditioned forwards, {format_ms(result.measure_ms)} measuring KL"
         + (")" if result.form_ratio is None else f"; formed in {result.form_ratio:.2f} prefills)")
+    )
+    if result.composed:
+        yield from composed_view(result)
+
+
+def composed_view(result: CompileResult) -> Iterable[RenderableType]:
+    """What people see of the bounds of compositions, below the pairs."""
+    yield table(
+        (">antecedents", ">KL at most", ">KL unpatched", ">arrangements measured"),
+        (
+            (bound.num_antecedents, format_number(bound.kl), format_number(bound.kl_blind), bound.num_samples)
+            for bound in result.composed
+        ),
     )
 
 

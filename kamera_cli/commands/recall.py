@@ -24,6 +24,9 @@ def recall(
     at: Annotated[
         str, typer.Option("--at", metavar="end|N", help="Where: at the end, or as the N-th chunk")
     ] = "end",
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Also form anew the patches of the cascade in this window")
+    ] = False,
     listing: Annotated[bool, typer.Option("--list", help="Show what can be recalled")] = False,
 ) -> None:
     """Put evicted chunks back.
@@ -39,7 +42,7 @@ def recall(
         raise UsageError("name the chunks to recall; `kamera recall --list` shows them")
     where = parse_at(at)
     with session.engine() as engine:
-        result = engine.recall(chunks, window=window, at=where)
+        result = engine.recall(chunks, window=window, at=where, repair=repair)
     session.output.result("recall", payload(result), lambda: view(result))
 
 
@@ -96,6 +99,8 @@ def payload(result: RecallResult) -> dict[str, object]:
         "chunks": [entry_payload(entry) for entry in result.window.entries],
         "patched": result.patched,
         "cascade": result.cascade,
+        "repaired": result.repaired,
+        "repaired_patches": result.repaired_patches,
         "vision_calls": result.vision_calls,
         "total_ms": result.total_ms,
     }
@@ -112,6 +117,11 @@ def view(result: RecallResult) -> Iterable[RenderableType]:
         yield (
             f"cascade: {count(len(result.cascade), 'chunk')} with patches that name a recalled one: "
             f"{' '.join(short_id(chunk) for chunk in result.cascade)}"
+        )
+    if result.repaired:
+        yield (
+            f"repaired, the cheapest first: {' '.join(map(str, result.repaired))} "
+            f"({count(len(result.repaired_patches), 'patch')} formed or found)"
         )
 
 

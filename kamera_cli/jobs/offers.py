@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kamera_cli.jobs.pairs import composed_offer, gain_of
+from kamera_cli.operator.compose import compose
 from kamera_cli.operator.orbit import Coefficients
 from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.plan import Offer
@@ -26,7 +28,7 @@ class StoredOffer:
 
 
 def offers(library: Library, chunk: Identity, antecedents: Chain) -> tuple[StoredOffer, ...]:
-    """Patches for a chunk after antecedents in this order, best first: exact, then orbit."""
+    """Patches for a chunk after antecedents in this order, best first: exact, orbit, composed of pairs."""
     found = []
     exact = library.find_patch(chunk, antecedents, "exact")
     if exact is not None:
@@ -34,6 +36,11 @@ def offers(library: Library, chunk: Identity, antecedents: Chain) -> tuple[Store
     orbit = library.find_orbit(chunk, antecedents)
     if orbit:
         found.append(_offer(orbit, "orbit"))
+    composed = composed_offer(library, chunk, antecedents) if len(antecedents) > 1 else None
+    if composed is not None:
+        keys = tuple(record.key for record in composed.records)
+        offer = Offer(keys, "composed", composed.kl, composed.energy)
+        found.append(StoredOffer(offer, tuple(composed.records)))
     return tuple(found)
 
 
@@ -48,14 +55,11 @@ def is_basis_only(record: Record, parts: Sequence[Record]) -> bool:
     return any(other.meta.get("basis") == record.id for other in parts)
 
 
-def merged(
-    restored: Sequence[LayerPatch | Coefficients], parts: Sequence[Record], layer: int
-) -> LayerPatch | None:
+def merged(restored: Sequence[LayerPatch | Coefficients], parts: Sequence[Record]) -> LayerPatch | None:
     """One layer of a chunk's patch from what was read for it."""
     if not restored:
         return None
     if isinstance(restored[-1], Coefficients):
         basis, coefficients = restored
         return coefficients.on(basis)
-    (patch,) = restored
-    return patch
+    return restored[0] if len(restored) == 1 else compose(restored, gain=gain_of(parts))

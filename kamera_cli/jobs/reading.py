@@ -107,7 +107,7 @@ def _layers(
         decompressed = time.perf_counter()
         restored = shelf.restored(layer, decoded)
         canonical, factors = restored[: len(patches)], iter(restored[len(patches) :])
-        of_chunks = [merged([next(factors) for _ in parts], parts, layer) for parts in patches]
+        of_chunks = [merged([next(factors) for _ in parts], parts) for parts in patches]
         clock.read += read - started
         clock.decompress += decompressed - read
         clock.transfer += time.perf_counter() - decompressed

@@ -1,0 +1,72 @@
+"""A repair that forms too much, too little, or wastefully; the reference is a prefill of the window as it stands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_setups import QUESTION, first_logits
+from plain_model import kl
+from tiny_models import write_passage
+
+
+@pytest.fixture
+def engine(open_engine, tmp_path):
+    """Chunks of 40, 30, 20 and 10 words, each conditioned on those before it."""
+    made = open_engine("qwen3")
+    made.ingest([write_passage(tmp_path / f"{index}.txt", 40 - 10 * index, index) for index in range(4)])
+    made.compile_patches(energy=1.0, factor_dtype="fp32")
+    return made
+
+
+def cold(engine) -> torch.Tensor:
+    runner, library = engine.runner, engine.library
+    segments = [library.segment(library.find_chunk(entry)) for entry in engine.window().entries]
+    question = runner.text_segment(runner.question_ids(QUESTION))
+    return runner.prefill([runner.preamble, *segments, question])[1]
+
+
+def answered(engine) -> torch.Tensor:
+    with first_logits(engine) as seen:
+        engine.query(QUESTION, reuse="patched")
+    return seen[0]
+
+
+def before(engine) -> dict[int, tuple[str, ...]]:
+    numbers = {entry.chunk: str(entry.number) for entry in engine.window().entries}
+    return {
+        entry.number: tuple(numbers.get(key, "gone") for key in entry.conditioned_on)
+        for entry in engine.window().entries
+    }
+
+
+def test_the_cascade_holds_what_stood_where_it_stands_no_more_until_it_is_repaired(engine):
+    engine.evict(["1"])
+    engine.recall(["1"], at=2)
+    assert before(engine) == {2: ("1",), 1: ("2",), 3: ("1", "2"), 4: ("1", "2", "3")}
+    engine.evict(["1"])
+    result = engine.recall(["1"], at=2, repair=True)
+    assert before(engine) == {2: (), 1: ("2",), 3: ("2", "1"), 4: ("2", "1", "3")}
+    assert result.repaired == (2, 3, 4) and len(result.repaired_patches) == 2
+    assert result.window == engine.window() and result.vision_calls == 0
+
+
+def test_a_repaired_window_answers_like_its_prefill(engine):
+    engine.evict(["1"])
+    engine.recall(["1"], at=2)
+    kept = kl(cold(engine), answered(engine))
+    engine.evict(["1"])
+    engine.recall(["1"], at=2, repair=True)
+    repaired = kl(cold(engine), answered(engine))
+    assert repaired < 0.02 * kept
+
+
+def test_a_repair_of_what_fits_already_forms_nothing(engine):
+    engine.evict(["4"])
+    result = engine.recall(["4"], repair=True)
+    assert result.cascade == () and result.repaired == () and result.repaired_patches == ()
+
+
+def test_a_chunk_whose_patches_do_not_name_the_recalled_one_is_left_alone(engine):
+    engine.evict(["3"])
+    result = engine.recall(["3"], at=1, repair=True)
+    assert result.repaired == (4,) and before(engine)[1] == () and before(engine)[2] == ("1",)
