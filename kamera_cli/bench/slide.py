@@ -16,10 +16,12 @@ from kamera_cli.bench.episodes import Encoded, encoded_episodes, forced, group_o
 from kamera_cli.bench.results import SuiteResult, Table
 from kamera_cli.bench.shares import Share
 from kamera_cli.engine import Engine
+from kamera_cli.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.scoring import is_greedy_match, score
 from kamera_cli.results import Progress
 from kamera_cli.settings import Settings
+from kamera_cli.text import format_number
 
 if TYPE_CHECKING:
     from kamera_cli.bench import BenchOptions
@@ -32,6 +34,7 @@ GROUPS = {
     "gone": "one-hop in the chunk that left",
 }
 _Right = dict[str, dict[str, list[bool]]]
+_Kls = dict[str, list[float]]
 
 
 def measure(
@@ -47,6 +50,7 @@ def measure(
     count = options.episodes or EPISODES
     ranks = tuple(sorted(set(options.ranks))) or RANKS
     right: _Right = {}
+    kls: _Kls = {}
     with tempfile.TemporaryDirectory(prefix="kamera-bench-") as folder:
         work = Path(folder)
         own = replace(settings, store=work / "store", quota_bytes=None, rehash=False)
@@ -54,17 +58,17 @@ def measure(
             runner = engine.runner
             for done, encoded in enumerate(encoded_episodes(runner, count, options.seed, work)):
                 on_progress(Progress("sliding", done, count, "episodes"))
-                _episode(encoded, ranks, right)
+                _episode(encoded, ranks, right, kls)
             described = {
                 "model": engine.checkpoint.label,
                 "device": str(runner.device),
                 "dtype": engine.dtype_name,
                 "num_episodes": count,
             }
-    return _result(right, max(ranks), described)
+    return _result(right, kls, max(ranks), described)
 
 
-def _episode(encoded: Encoded, ranks: tuple[int, ...], right: _Right) -> None:
+def _episode(encoded: Encoded, ranks: tuple[int, ...], right: _Right, kls: _Kls) -> None:
     leaving = next((q.chunks[0] for q in encoded.episode.questions if group_of(q) == "two_hop"), None)
     if leaving is None:
         return
@@ -73,6 +77,7 @@ def _episode(encoded: Encoded, ranks: tuple[int, ...], right: _Right) -> None:
     after = encoded.arranged(others)
     back = encoded.arranged([*others, leaving])
     patches, returning = before.patches(max(ranks))[1:], back.patches(max(ranks))[-1]
+    removed = after.patches(max(ranks))
     contexts: list[tuple[int, dict[str, DynamicCache]]] = [
         (before.end, {"before, re-prefill": before.exact}),
         (
@@ -81,6 +86,7 @@ def _episode(encoded: Encoded, ranks: tuple[int, ...], right: _Right) -> None:
                 "left, re-prefill of the others": after.exact,
                 "left, others blind": after.blind,
                 **{f"left, others patched, rank {rank}": after.patched(patches, rank) for rank in ranks},
+                **{f"left and removed, rank {rank}": after.patched(removed, rank) for rank in ranks},
                 "left, others as they were": after.holding(before.conditioned[1:]),
             },
         ),
@@ -105,6 +111,11 @@ def _episode(encoded: Encoded, ranks: tuple[int, ...], right: _Right) -> None:
     for end, caches in contexts:
         scored = score(encoded.runner, list(caches.values()), end, prompts)
         for name, answers in zip(caches, scored, strict=True):
+            # The first cache of each context is its re-prefill.
+            kls.setdefault(name, []).extend(
+                next_token_kl(expected[0], logits[0])
+                for expected, logits in zip(scored[0], answers, strict=True)
+            )
             for (group, _), prompt, logits in zip(asked, prompts, answers, strict=True):
                 marks = right.setdefault(name, {each: [] for each in GROUPS})[group]
                 marks.append(is_greedy_match(logits, prompt.answer_ids, encoded.runner.eos_ids))
@@ -118,20 +129,26 @@ def _group(kind: str, chunks: tuple[int, ...], leaving: int) -> str | None:
     return None
 
 
-def _result(right: _Right, shown_rank: int, described: dict) -> SuiteResult:
+def _result(right: _Right, kls: _Kls, shown_rank: int, described: dict) -> SuiteResult:
     shares = {
         name: {group: Share(sum(marks[group]), len(marks[group])) for group in GROUPS}
         for name, marks in right.items()
     }
-    rows = tuple((name, *(_shown(found[group]) for group in GROUPS)) for name, found in shares.items())
+    means = {name: sum(found) / len(found) for name, found in kls.items()}
+    rows = tuple(
+        (name, *(_shown(found[group]) for group in GROUPS), format_number(means[name]))
+        for name, found in shares.items()
+    )
     count = len(next(iter(right.values()))["through"])
     notes = (
         f"{described['model']}, {described['device']} {described['dtype']}. {described['num_episodes']} episodes, "
         f"{count} two-hop questions. Per cent with Wilson 95 % intervals; exact match of the greedy answer.",
         "Patched: the patches that the chunks had before it left; recalled: these, and one for the recalled chunk "
-        "after what now stands before it. As they were: the others' own KV of before, moved up.",
+        "after what now stands before it. As they were: the others' own KV of before, moved up. Removed: what they "
+        "took in from the chunk that left is taken out again. KL: next token, mean over questions, to a re-prefill of "
+        "what stands in the window.",
     )
-    columns = ("arm", *(f">{label}" for label in GROUPS.values()))
+    columns = ("arm", *(f">{label}" for label in GROUPS.values()), ">KL to re-prefill")
     table = Table("A chunk leaves the window and comes back", columns, rows, notes)
     told = {
         name: _shown(shares[name]["through"])
@@ -145,7 +162,8 @@ def _result(right: _Right, shown_rank: int, described: dict) -> SuiteResult:
     data = {
         **described,
         "arms": {
-            name: {group: share.to_json() for group, share in found.items()} for name, found in shares.items()
+            name: {"kl": means[name], **{group: share.to_json() for group, share in found.items()}}
+            for name, found in shares.items()
         },
     }
     return SuiteResult("slide", sentence, data, (table,))

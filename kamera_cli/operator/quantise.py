@@ -46,6 +46,8 @@ def pack(rows: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack(packed: torch.Tensor, length: int, bits: int) -> torch.Tensor:
     """(m, ``length``) float32 out of what `pack` made, on the same device."""
     scale = packed[:, :4].flatten().clone().view(torch.float32)[:, None]
+    if bits == 8:  # bytes of a word are its integers in order
+        return (packed[:, 4 : 4 + length].to(torch.float32) - 128) * scale
     parts = packed[:, 4:].unflatten(1, (-1, 3)).to(torch.int32)
     words = (parts << _BYTES.to(packed.device)).sum(-1, dtype=torch.int32)
     held = (words[..., None] >> _shifts(bits).to(packed.device)) & ((1 << bits) - 1)

@@ -163,8 +163,10 @@ def test_the_deficit_adds_up_over_layers_and_tokens(settings: Settings, tmp_path
 def test_slide_asks_before_after_and_on_return(settings: Settings, tmp_path: Path) -> None:
     result = slide.measure(settings, BenchOptions(out=tmp_path, episodes=2, ranks=(4,)), quiet)
     arms = result.data["arms"]
-    assert {name.split(",")[0] for name in arms} == {"before", "left", "recalled"}
+    assert {name.split(",")[0] for name in arms} == {"before", "left", "left and removed", "recalled"}
     assert len({arm["through"]["count"] for arm in arms.values()}) == 1
     assert arms["before, re-prefill"]["through"]["count"] > 0
+    assert arms["recalled, re-prefill"]["kl"] == 0.0 < arms["recalled, patched, rank 4"]["kl"]
+    assert arms["recalled, patched, rank 4"]["kl"] < arms["recalled, all blind"]["kl"]
     assert all(len(row) == len(table.columns) for table in result.tables for row in table.rows)
     json.dumps(strict_json(result.data), allow_nan=False)
