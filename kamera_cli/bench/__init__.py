@@ -19,6 +19,7 @@ SUITES = {
     "ttft": "time to first token: full re-encode, re-prefill, patched and blind, over context length",
     "fidelity": "accuracy, KL and bytes of re-prefill, blind reuse, patches of several ranks and other methods",
     "deficit": "what blind reuse loses: in which layers, over how many tokens, in how many directions",
+    "orbit": "patches for every order of a set against one per order: accuracy, KL and bytes",
     "slide": "what a window still knows of a chunk that has left it, and after it was recalled",
     "store": "write and read throughput and bytes of the store on this disk",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kamera_cli.bench.arrangement import Arrangement
-from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, bench_episode, write_episode
+from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, MAX_CHUNKS, MIN_CHUNKS, bench_episode, write_episode
 from kamera_cli.errors import RefusedError
 from kamera_cli.jobs.encode import model_inputs
 from kamera_cli.jobs.ingest import IngestOptions
@@ -74,15 +75,24 @@ class Encoded:
         return Arrangement(self.runner, [self.segments[i] for i in order], [self.canonical[i] for i in order])
 
 
-def encoded_episodes(runner: ModelRunner, count: int, seed: int, work: Path) -> Iterator[Encoded]:
-    """Episodes 0 to ``count`` of a seed, made one at a time.
+def encoded_episodes(
+    runner: ModelRunner, count: int, seed: int, work: Path, *, num_chunks: int | None = None
+) -> Iterator[Encoded]:
+    """The first ``count`` episodes of a seed, made one at a time.
 
     Parameters
     ----------
+    num_chunks : int or None
+        Take only episodes of so many chunks.
     work : Path
         Folder for the video file, which is removed again.
     """
-    for index in range(count):
+    indices = (
+        itertools.count()
+        if num_chunks is None
+        else itertools.count(num_chunks - MIN_CHUNKS, MAX_CHUNKS - MIN_CHUNKS + 1)
+    )
+    for index in itertools.islice(indices, count):
         found = bench_episode(index, seed)
         path = work / f"{index}.mp4"
         write_episode(path, found, 100_000 * seed + index)

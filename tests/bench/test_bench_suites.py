@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kamera_cli.bench import SUITES, BenchOptions, deficit, fidelity, run, slide, store, ttft
+from kamera_cli.bench import SUITES, BenchOptions, deficit, fidelity, orbit, run, slide, store, ttft
 from kamera_cli.bench.cards import bench_episode
 from kamera_cli.bench.episodes import shuffled
 from kamera_cli.bench.geometry import GEOMETRIES, write_checkpoint
@@ -168,5 +168,18 @@ def test_slide_asks_before_after_and_on_return(settings: Settings, tmp_path: Pat
     assert arms["before, re-prefill"]["through"]["count"] > 0
     assert arms["recalled, re-prefill"]["kl"] == 0.0 < arms["recalled, patched, rank 4"]["kl"]
     assert arms["recalled, patched, rank 4"]["kl"] < arms["recalled, all blind"]["kl"]
+    assert all(len(row) == len(table.columns) for table in result.tables for row in table.rows)
+    json.dumps(strict_json(result.data), allow_nan=False)
+
+
+def test_orbit_asks_every_order_and_compares_ways_to_keep_it(settings: Settings, tmp_path: Path) -> None:
+    result = orbit.measure(settings, BenchOptions(out=tmp_path, episodes=1, ranks=(8,)), quiet)
+    for size, orders in ((3, 6), (4, 24)):
+        arms = result.data[f"of_{size}"]["arms"]
+        counts = {arm["two_hop"]["count"] for arm in arms.values()}
+        assert len(counts) == 1 and counts.pop() % orders == 0
+        assert arms["re-prefill"]["kl_max"] == 0.0
+        assert arms["orbit, shared V"]["kl_mean"] < 0.1 * arms["blind"]["kl_mean"]
+        assert arms["orbit, shared V"]["patch_bytes"] < 0.7 * arms["a V for each set"]["patch_bytes"]
     assert all(len(row) == len(table.columns) for table in result.tables for row in table.rows)
     json.dumps(strict_json(result.data), allow_nan=False)
