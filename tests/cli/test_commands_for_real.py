@@ -185,6 +185,8 @@ def test_names_with_a_colon_a_newline_or_bad_utf8_work(
         (["show", "zzz"], 3, "zzz"),
         (["evict", "77"], 3, "no chunk '77'"),
         (["evict", "--oldest", "9"], 2, "--oldest 9"),
+        (["query", "x", "--chunks", "1,2,1"], 2, "named twice"),
+        (["compile-patches", "2", "2"], 2, "named twice"),
         (["recall", "77"], 3, "no chunk '77'"),
         (["recall", "1"], 2, "already"),
         (["models", "check", "/nowhere"], 3, "/nowhere"),

@@ -190,3 +190,86 @@ def test_windows_of_tenants_are_apart(engine, open_engine, tmp_path):
     assert result.chunks[0].id != engine.window().entries[1].chunk
     assert [window.name for window in other.windows()] == ["default"]
     assert len(other.window().entries) == 1 and len(engine.window().entries) == 3
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda e: e.query(QUESTION, chunks=["1", "2", "1"]),
+        lambda e: e.query(QUESTION, chunks=["1", "1"], reuse="none"),
+        lambda e: e.query(QUESTION, chunks=["1", "2", "1"], place=True),
+        lambda e: e.explain(chunks=["2", "2"]),
+        lambda e: e.compile_patches(["3", "3"]),
+        lambda e: e.compile_patches(["1", "3", "1"], kind="orbit"),
+        lambda e: e.query(QUESTION, chunks=["1", e.window().entries[0].chunk]),
+    ],
+)
+def test_an_order_with_a_chunk_twice_is_refused_and_changes_nothing(engine, call):
+    window, before = engine.window(), content(engine.store)
+    with pytest.raises(UsageError, match="named twice"):
+        call(engine)
+    assert engine.window() == window and content(engine.store) == before
+
+
+def test_a_window_that_lost_its_last_chunk_says_so_and_takes_it_back(engine):
+    engine.evict(["1", "2"])
+    engine.evict(["3"])
+    window = engine.window()
+    for call in (lambda: engine.query(QUESTION), lambda: engine.compile_patches(), lambda: engine.explain()):
+        with pytest.raises(UsageError, match="is empty; put chunks back with recall"):
+            call()
+    with pytest.raises(UsageError, match="has 0 chunks"):
+        engine.evict(oldest=1)
+    with pytest.raises(NotFoundError, match=r"'3' in window default \(chunks there: none\)"):
+        engine.evict(["3"])
+    assert engine.window() == window and window.entries == ()
+    back = engine.recall(["3"])
+    assert back.patched == () and [entry.conditioned_on for entry in back.window.entries] == [()]
+    assert engine.query(QUESTION, require_hit=True).chunks[0].used == "canonical"
+
+
+def test_a_recall_of_several_of_which_one_is_held_brings_none_back(engine):
+    engine.evict(["1"])
+    window = engine.window()
+    with pytest.raises(UsageError, match=r"chunk 2 .* is already in window default"):
+        engine.recall(["1", "2"])
+    assert engine.window() == window and not list(engine.store.iterate(kind="patch"))
+
+
+def test_a_recall_behind_a_chunk_that_is_gone_from_the_store_changes_nothing(engine):
+    engine.evict(["1"])
+    window = engine.window()
+    engine.store.delete([bytes.fromhex(window.entries[0].chunk)])
+    with pytest.raises(NotFoundError, match="chunk 2 is no longer in the store; ingest its source again"):
+        engine.recall(["1"])
+    assert engine.window() == window
+    back = engine.recall(["1"], at=1)
+    assert numbers(back.window) == [1, 2, 3] and back.patched == ()
+
+
+@pytest.mark.parametrize("kind", ["exact", "orbit", "pair"])
+def test_no_patch_outlives_the_purge_of_what_it_is_about(engine, kind):
+    """Not by its own key, and not as the V that other patches of an orbit share."""
+    engine.compile_patches(["1", "2", "3"], kind=kind)
+    gone = engine.window().entries[0].chunk
+    assert any(gone in patch.meta["antecedents"] for patch in engine.store.iterate(kind="patch"))
+    engine.evict(["1"], purge=True)
+    assert not any(
+        gone in (patch.meta["chunk"], *patch.meta["antecedents"])
+        for patch in engine.store.iterate(kind="patch")
+    )
+    window = engine.window()
+    for call in (
+        lambda: engine.query(QUESTION, require_hit=True),
+        lambda: engine.query(QUESTION, reuse="patched"),
+        lambda: engine.compile_patches(),
+        lambda: engine.query(QUESTION, chunks=["1", "2"]),
+        lambda: engine.recall(["1"]),
+    ):
+        with pytest.raises(NotFoundError):
+            call()
+    assert engine.window() == window
+    left = engine.query(QUESTION, chunks=["3", "2"], max_new_tokens=NUM_NEW)
+    assert left.chunks[0].used in ("canonical", "prefilled") and left.chunks[1].used != "blind"
+    if left.fallback is not None:
+        assert left.answer == reference(engine, ["3", "2"])[1]
