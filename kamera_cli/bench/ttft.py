@@ -20,6 +20,7 @@ from kamera_cli.bench.floor import measure_floor
 from kamera_cli.bench.geometry import GEOMETRIES, write_checkpoint
 from kamera_cli.bench.results import SuiteResult
 from kamera_cli.bench.timing import take_turns, timed
+from kamera_cli.bench.ttft_forming import Payback, measure_payback
 from kamera_cli.bench.ttft_points import STAGES, Point
 from kamera_cli.bench.ttft_report import report
 from kamera_cli.engine import Engine
@@ -43,6 +44,8 @@ SHORT_SECONDS, SHORT_COUNTS = 1.0, (2, 4)
 NUM_RUNS = 7
 """Counted runs at `HEADLINE` chunks; other lengths take `NUM_SWEEP_RUNS`."""
 NUM_SWEEP_RUNS = 3
+PAYBACK_COUNTS = (4, 8, 16, 24)
+"""Chunks per prompt at which forming is timed, as far as the prompts go; the longest prompt otherwise."""
 NUM_QUESTIONS = 4
 """Questions on which the arms are compared at `HEADLINE` chunks; elsewhere, and with random weights, one."""
 REUSE = {"reprefill": "none", "patched": "patched", "blind": "blind"}
@@ -94,8 +97,13 @@ def measure(
             points = [_point(engine, prompt, texts, on_progress) for prompt in prompts]
             headline = next(point for point in points if point.num_chunks == HEADLINE)
             floor = measure_floor(engine.runner, headline)
+            timed_at = [count for count in counts if count in PAYBACK_COUNTS] or [max(counts)]
+            paybacks = [
+                _payback(engine, Prompt("default", order[:count]), texts[0], rank, on_progress)
+                for count in timed_at
+            ]
             described = _describe(engine, name, settings.model)
-    return report(points, headline, compiled, floor, described)
+    return report(points, headline, compiled, floor, described, paybacks)
 
 
 @dataclass(frozen=True)
@@ -189,6 +197,25 @@ def _point(
         raw_bytes=sum(_layer_bytes(record)[0] for record in records),
         stored_bytes=sum(_layer_bytes(record)[1] for record in records),
     )
+
+
+def _payback(
+    engine: Engine,
+    prompt: Prompt,
+    question: str,
+    rank: int | str,
+    on_progress: Callable[[Progress], None],
+) -> Payback:
+    on_progress(Progress("timing", len(prompt.order), None, "chunks formed again"))
+    entries = {str(entry.number): entry for entry in engine.window(prompt.window).entries}
+    inputs = reopen(engine, [engine.library.find_chunk(entries[number]) for number in prompt.order])
+    question_ids = engine.runner.question_ids(question)
+
+    def full() -> float:
+        return timed(lambda: int(engine.runner.reencode(inputs, question_ids).logits.argmax()), lambda: None)
+
+    use = {arm: _query_arm(engine, question, prompt, arm, _Queries()) for arm in ("reprefill", "patched")}
+    return measure_payback(engine, prompt.window, prompt.order, question, {"full": full, **use}, rank)
 
 
 def _num_visual(token_types: torch.Tensor) -> int:

@@ -7,13 +7,19 @@ from collections.abc import Sequence
 
 from kamera_cli.bench.floor import floor_table
 from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
+from kamera_cli.bench.ttft_forming import Payback, payback_table
 from kamera_cli.bench.ttft_points import ARMS, STAGES, Point, break_even
 from kamera_cli.results import CompileResult
 from kamera_cli.text import format_bytes, format_ms, format_number
 
 
 def report(
-    points: list[Point], headline: Point, compiled: CompileResult, floor: dict, described: dict
+    points: list[Point],
+    headline: Point,
+    compiled: CompileResult,
+    floor: dict,
+    described: dict,
+    paybacks: Sequence[Payback],
 ) -> SuiteResult:
     """All that the suite hands back.
 
@@ -29,6 +35,8 @@ def report(
         From `kamera_cli.bench.floor.measure_floor`.
     described : dict
         Geometry, model and device; goes into the data as it is.
+    paybacks : sequence of Payback
+        What forming cost, by ascending number of chunks.
     """
     ranks = [max(patch.ranks, default=0) for patch in compiled.patches]
     patches = {
@@ -39,9 +47,7 @@ def report(
         "prefill_ms": compiled.prefill_ms,
         "form_ms": sum(patch.form_ms for patch in compiled.patches),
         "total_ms": compiled.total_ms,
-        "break_even_reuses": {
-            arm: _reuses(points[-1], arm, compiled.total_ms) for arm in ("full", "reprefill")
-        },
+        "payback": [payback.to_json() for payback in paybacks],
     }
     even = {arm: break_even(points, arm, "patched") for arm in ("full", "reprefill")}
     ratio = headline.ratio("patched")
@@ -64,7 +70,8 @@ def report(
         _ttft_table(headline, described, patches),
         _stage_table(headline),
         floor_table(floor),
-        _sweep_table(points, even, patches),
+        _sweep_table(points, even),
+        payback_table(paybacks, on_cpu=described["device"] == "cpu"),
     )
     return SuiteResult("ttft", sentence, data, tables, _charts(points, headline, described))
 
@@ -131,13 +138,7 @@ def _stage_table(point: Point) -> Table:
     return Table("Stages", ("arm", *(f">{name}" for name in STAGES), ">rest"), tuple(rows), notes)
 
 
-def _reuses(point: Point, slower: str, forming_ms: float) -> float | None:
-    """Uses after which forming the patches once has paid; None when a use saves nothing."""
-    saved = point.samples[slower].median_ms - point.samples["patched"].median_ms
-    return forming_ms / saved if saved > 0 else None
-
-
-def _sweep_table(points: Sequence[Point], even: dict[str, float | None], patches: dict) -> Table:
+def _sweep_table(points: Sequence[Point], even: dict[str, float | None]) -> Table:
     rows = []
     for point in points:
         medians = [format_ms(point.samples[arm].median_ms) for arm in ARMS]
@@ -150,26 +151,12 @@ def _sweep_table(points: Sequence[Point], even: dict[str, float | None], patches
         f"Break-even of patched reuse with {ARMS[arm]}: {_even_text(tokens, shortest)}."
         for arm, tokens in even.items()
     )
-    notes += (
-        _paying(points[-1], patches),
-        "Chunks last 8 s, those of the shortest prompts 1 s.",
-    )
+    notes += ("Chunks last 8 s, those of the shortest prompts 1 s.",)
     columns = (
         ">chunks", ">tokens", ">full", ">re-prefill", ">patched", ">blind", ">full : patched",
         ">chunk KV read", ">decode, apart",
     )  # fmt: skip
     return Table("TTFT over context length, medians", columns, tuple(rows), notes)
-
-
-def _paying(point: Point, patches: dict) -> str:
-    counts = [
-        f"{reuses:.1f} uses against {ARMS[arm]}"
-        for arm, reuses in patches["break_even_reuses"].items()
-        if reuses is not None
-    ]
-    took = format_ms(patches["total_ms"])
-    once = f"Forming the patches of all {point.num_chunks} chunks and measuring their KL took {took}"
-    return f"{once}, once; that has paid after {' and '.join(counts) or 'no number of uses'}."
 
 
 def _even_text(tokens: float | None, shortest: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.runner import ModelRunner
@@ -46,13 +47,18 @@ def logits_behind(
     torch.Tensor
         (n, vocab), one row for each of the n ends.
     """
+    places = places_of([part.segment for part in parts], ends)
+    return logits_after(runner, assembled(runner, parts), places, probe)
+
+
+def assembled(runner: ModelRunner, parts: Sequence[Part]) -> DynamicCache:
+    """A fresh cache of parts in prompt order, the preamble first."""
     placed, _ = place([(part.segment.positions, part.segment.num_tokens) for part in parts])
     layers = (
         [(part.layers[layer], None if part.patch is None else part.patch[layer]) for part in parts]
         for layer in range(runner.family.num_layers)
     )
-    cache = assemble(runner.family, layers, joined_positions(placed))
-    return logits_after(runner, cache, places_of([part.segment for part in parts], ends), probe)
+    return assemble(runner.family, layers, joined_positions(placed))
 
 
 def places_of(segments: Sequence[Segment], ends: Sequence[int]) -> list[Place]:

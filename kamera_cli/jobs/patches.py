@@ -19,14 +19,14 @@ from kamera_cli.jobs.common import (
     require_record,
 )
 from kamera_cli.jobs.conditioned import Prefilled, count_branches, each_branch
-from kamera_cli.jobs.measuring import Part, logits_behind, places_of
-from kamera_cli.jobs.sensitivity import layer_weights
+from kamera_cli.jobs.measuring import Part, assembled, places_of
+from kamera_cli.jobs.sensitivity import layer_worth
 from kamera_cli.library import Library
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
-from kamera_cli.model.scoring import logits_after
+from kamera_cli.model.scoring import logits_after_each
 from kamera_cli.operator.patch import FACTOR_DTYPES, Precision, check_rank, direction_bytes, form
-from kamera_cli.operator.ranks import check_budget, parse_budget
+from kamera_cli.operator.ranks import Worth, check_budget, parse_budget
 from kamera_cli.results import CompileResult, FormedPatch, Progress, RecallResult
 from kamera_cli.window import load_window, pick, recalled, update_window
 from kamera_store.records import Record
@@ -46,7 +46,7 @@ class PatchOptions:
     time_prefill: bool = False
     budget: str | None = None
     learn: bool = False
-    weights: tuple[tuple[float, float], ...] | None = None
+    worth: Worth | None = None
 
     @property
     def dtype(self) -> Precision:
@@ -162,7 +162,7 @@ def form_chains(
         options.check_budget(require_record(engine.library, chain[-1], label), f"chunk {label}")
     learning = time.perf_counter()
     longest = max(missing, key=len) if options.learn and options.rank == "auto" else None
-    options = replace(options, weights=layer_weights(engine, longest, numbers))
+    options = replace(options, worth=layer_worth(engine, longest, numbers))
     learn_ms = 1e3 * (time.perf_counter() - learning)
     forming = _Forming(engine, options, numbers, frozenset(missing))
     # By now the model is in memory: loading it is no part of what forming costs.
@@ -224,7 +224,7 @@ class _Forming:
         options, canonical = self._options, self._library.layers(record)
         patch = form(
             after, canonical, rank=options.rank, energy=options.energy, dtype=options.dtype,
-            budget_bytes=options.budget_bytes(record), weights=options.weights,
+            budget_bytes=options.budget_bytes(record), worth=options.worth,
         )  # fmt: skip
         return Part(segment, canonical, patch)
 
@@ -235,10 +235,9 @@ class _Forming:
         started = time.perf_counter()
         ends = [1 + len(branch.before) + index for index in wanted]
         places = places_of([part.segment for part in self._parts], ends)
-        exact = logits_after(self._runner, branch.cache, places, self.probe)
-        patched = logits_behind(self._runner, self._parts, ends, self.probe)
         bare = [replace(part, patch=None) for part in self._parts]
-        blind = logits_behind(self._runner, bare, ends, self.probe)
+        caches = [branch.cache, assembled(self._runner, self._parts), assembled(self._runner, bare)]
+        exact, patched, blind = logits_after_each(self._runner, caches, places, self.probe)
         options = self._options
         found = [
             {

@@ -22,8 +22,12 @@ from kamera_cli.model.compat import (
 )
 from kamera_cli.model.runner import ModelRunner
 
-_MASK_CELLS = 2**24
-"""Most cells of one mask: new tokens times what they may look at."""
+_MASK_CELLS = 2**22
+"""Most cells of one mask, new tokens times what they may look at: what a mask hides is computed all the same, so that
+places far apart are better asked apart."""
+
+_STACKED_TOKENS = 2**14
+"""Most tokens of caches that share a forward; it needs a copy of them."""
 
 
 @dataclass(frozen=True)
@@ -97,44 +101,61 @@ class Place:
     position: int
 
 
-@torch.inference_mode()
 def logits_after(
     runner: ModelRunner, cache: DynamicCache, places: Sequence[Place], token_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Next-token logits (n, vocab) after the same tokens behind each of n places of one cache.
+    """Next-token logits (n, vocab) after the same tokens behind each of n places; see `logits_after_each`."""
+    return logits_after_each(runner, [cache], places, token_ids)[0]
+
+
+@torch.inference_mode()
+def logits_after_each(
+    runner: ModelRunner, caches: Sequence[DynamicCache], places: Sequence[Place], token_ids: torch.Tensor
+) -> torch.Tensor:
+    """Next-token logits (A, n, vocab) after the same tokens behind each of n places of each of A caches.
 
     Each copy of the tokens sees what stands before its place and itself, so that the logits are those of n prompts. A
     decoder that takes no mask of one's own is asked n times.
 
     Parameters
     ----------
-    cache : DynamicCache
-        Batch of one; not changed.
+    caches : sequence of DynamicCache
+        Of the same tokens at the same positions, batch of one each; not changed. Short ones share a forward.
     places : sequence of Place
         By ascending number of tokens.
     token_ids : torch.Tensor
         (m,) with m at least 1.
     """
-    embeddings = runner.embed(token_ids)
-    num_new = token_ids.numel()
     side_by_side = takes_masks(decoder_of(runner.model))
-    rows = []
+    together = len(caches) > 1 and side_by_side and len(caches) * places[-1].num_tokens <= _STACKED_TOKENS
+    batches = [_stacked(caches)] if together else caches
+    found = [_behind(runner, cache, places, token_ids, side_by_side) for cache in batches]
+    return torch.cat(found)
+
+
+def _behind(
+    runner: ModelRunner,
+    cache: DynamicCache,
+    places: Sequence[Place],
+    token_ids: torch.Tensor,
+    side_by_side: bool,
+) -> torch.Tensor:
+    """Logits (A, n, vocab) over one cache whose batch are A contexts."""
+    embeddings, num_new = runner.embed(token_ids), token_ids.numel()
+    size, rows = cache.layers[0].keys.shape[0], []
     for some in _in_groups(places, num_new, side_by_side):
         held = first_tokens(cache, some[-1].num_tokens)
-        if len(some) == 1:
-            rows.append(
-                runner.extend(held, embeddings, runner.positions_from(some[0].position, num_new))[None]
-            )
-            continue
         positions = torch.cat([runner.positions_from(place.position, num_new) for place in some], dim=-1)
+        if len(some) == size == 1:
+            rows.append(runner.extend(held, embeddings, positions)[None, None])
+            continue
         before = torch.tensor([place.num_tokens for place in some]).repeat_interleave(num_new)
         mask = _side_by_side([num_new] * len(some), some[-1].num_tokens)
         mask[..., : some[-1].num_tokens] = torch.arange(some[-1].num_tokens) < before[:, None]
-        hidden = _forward(runner, held, embeddings.repeat(len(some), 1), positions, mask.to(runner.device))[
-            0, num_new - 1 :: num_new
-        ]
-        rows.append(runner.model.get_output_embeddings()(hidden))
-    return torch.cat(rows)
+        repeated = embeddings.repeat(len(some), 1)
+        hidden = _forward(runner, held, repeated, positions, mask.to(runner.device))
+        rows.append(runner.model.get_output_embeddings()(hidden[:, num_new - 1 :: num_new]))
+    return torch.cat(rows, dim=1)
 
 
 def _in_groups(places: Sequence[Place], num_new: int, side_by_side: bool) -> Iterator[list[Place]]:
