@@ -266,7 +266,7 @@ class Engine:
         window: str = "default",
         kind: Literal["exact", "orbit", "pair", "removal"] = "exact",
         rank: int | Literal["auto"] = "auto",
-        energy: float = 0.99,
+        energy: float = 0.995,
         factor_dtype: str = "auto",
         probe: str = "",
         time_prefill: bool = False,
@@ -304,7 +304,7 @@ class Engine:
         if budget is not None:
             parse_budget(budget)
             if rank != "auto" or kind == "orbit":
-                asked = "--kind orbit" if kind == "orbit" else f"--rank {rank}"
+                asked = f"--kind {kind}" if rank == "auto" else f"--rank {rank}"
                 raise UsageError(
                     f"--budget {budget} and {asked} exclude each other; a budget goes with --rank auto"
                 )

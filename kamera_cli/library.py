@@ -180,8 +180,8 @@ class Library:
                 if basis is None:
                     tensors.append(to_bytes(f"{name}_v", _stored(factors.v, factors.bits), layer=layer))
         weighted = weighted_energy(
-            [part for patch in layers for part in ((patch.rotary_cost, patch.rotary_energy),
-                                                   (patch.plain_cost, patch.plain_energy))]
+            [part for patch in layers for part in ((patch.rotary_worth, patch.rotary_energy),
+                                                   (patch.plain_worth, patch.plain_energy))]
         )  # fmt: skip
         described = {
             "chunk": of_chunk.id,

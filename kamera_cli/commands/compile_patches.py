@@ -42,7 +42,7 @@ def compile_patches(
         typer.Option(
             "--energy", metavar="SHARE", help="Share of the residual's energy that --rank auto captures"
         ),
-    ] = 0.99,
+    ] = 0.995,
     budget: Annotated[
         str | None,
         typer.Option(

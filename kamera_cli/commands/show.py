@@ -9,6 +9,7 @@ import typer
 
 from kamera_cli.commands.session import Session, WindowOption, command
 from kamera_cli.errors import NotFoundError, UsageError
+from kamera_cli.operator.ranks import proven_energy
 from kamera_cli.text import display, format_bytes, short_id, table
 
 if TYPE_CHECKING:
@@ -97,6 +98,24 @@ def payload(record: Record, patches: Sequence[Record]) -> dict[str, object]:
             for info in record.tensors
         ],
         "patches": [patch.id for patch in patches],
+        "splits": [split(patch) for patch in ([record] if record.kind == "patch" else patches)],
+    }
+
+
+def split(patch: Record) -> dict[str, object]:
+    """How the directions of a patch are spread over layers: ranks of its two tensors, and energy, per layer."""
+    meta = patch.meta
+    return {
+        "patch": patch.id,
+        "kind": meta["kind"],
+        "antecedents": meta["antecedents"],
+        "ranks": meta.get("split") or [[rank, rank] for rank in meta["ranks"]],
+        "energy": meta["energy"],
+        "energy_weighted": meta.get("energy_weighted"),
+        "kl": meta.get("kl"),
+        "bits": (meta.get("factors") or {}).get("bits"),
+        "raw_bytes": patch.raw_bytes,
+        "stored_bytes": patch.stored_bytes,
     }
 
 
@@ -121,6 +140,10 @@ def view(record: Record, patches: Sequence[Record]) -> Iterable[RenderableType]:
         ],
         header=False,
     )
+    found = [split(patch) for patch in ([record] if record.kind == "patch" else patches)]
+    if found:
+        yield ""
+        yield from split_view(found)
     yield ""
     yield table(
         (">layer", "tensor", "dtype", "shape", ">raw", ">stored", "codec"),
@@ -136,6 +159,29 @@ def view(record: Record, patches: Sequence[Record]) -> Iterable[RenderableType]:
             )
             for info in record.tensors
         ),
+    )
+
+
+def split_view(found: Sequence[dict]) -> Iterable[RenderableType]:
+    """Ranks of each patch's two tensors by layer, one row per patch."""
+    num_layers = max(len(patch["ranks"]) for patch in found)
+    yield table(
+        ("patch", "kind", *(f">{layer}" for layer in range(num_layers)), ">energy", ">size"),
+        (
+            (
+                short_id(patch["patch"]),
+                patch["kind"],
+                *(f"{rotary}/{plain}" for rotary, plain in patch["ranks"]),
+                *("" for _ in range(num_layers - len(patch["ranks"]))),
+                f"{100 * proven_energy(patch):.1f} %",
+                format_bytes(patch["stored_bytes"]),
+            )
+            for patch in found
+        ),
+    )
+    yield (
+        "ranks by layer, of what RoPE turns and of what it does not; energy: weighted by what each layer is "
+        "worth to the output where that was measured, of the worst layer otherwise"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from kamera_cli.generate import next_token_kl
 from kamera_cli.jobs.measuring import Part, probe_logits
 from kamera_cli.jobs.patches import PatchOptions
-from kamera_cli.jobs.sensitivity import layer_weights
+from kamera_cli.jobs.sensitivity import layer_worth
 from kamera_cli.library import Library
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
@@ -55,13 +55,13 @@ def keep_patches(
     runner = engine.runner
     started = time.perf_counter()
     try:
-        weights = layer_weights(engine, None, {})
+        worth = layer_worth(engine, None, {})
         canonical = [library.layers(record) for record in records]
     except DamagedError as error:
         engine.warn(f"no patches kept: {error}")
         return ()
     formed = [None] + [
-        form(after, alone, rank=options.rank, energy=options.energy, weights=weights)
+        form(after, alone, rank=options.rank, energy=options.energy, worth=worth)
         for after, alone in zip(captured[1:], canonical[1:], strict=True)
     ]
     preamble = Part(runner.preamble, runner.preamble_layers)

@@ -11,6 +11,7 @@ from kamera_cli.operator.compose import compose
 from kamera_cli.operator.orbit import Coefficients
 from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.plan import Offer
+from kamera_cli.operator.ranks import proven_energy
 
 if TYPE_CHECKING:
     from kamera_cli.jobs.common import Chain
@@ -47,7 +48,7 @@ def offers(library: Library, chunk: Identity, antecedents: Chain) -> tuple[Store
 def _offer(records: tuple[Record, ...], kind: str) -> StoredOffer:
     patch = records[-1]
     keys = tuple(record.key for record in records)
-    return StoredOffer(Offer(keys, kind, patch.meta["kl"], min(patch.meta["energy"])), records)
+    return StoredOffer(Offer(keys, kind, patch.meta["kl"], proven_energy(patch.meta)), records)
 
 
 def is_basis_only(record: Record, parts: Sequence[Record]) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from kamera_cli.operator.ranks import proven_energy
 from kamera_cli.results import ComposedBound
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def composed_offer(library: Library, chunk: Identity, antecedents: Chain) -> Com
             return None
         records.append(record)
     bound = bound_of(records)
-    energy = min(share for record in records for share in record.meta["energy"])
+    energy = min(proven_energy(record.meta) for record in records)
     if bound is None:
         return ComposedOffer(tuple(records), None, energy, 1.0)
     return ComposedOffer(tuple(records), bound.kl, energy, bound.gain)

@@ -40,7 +40,7 @@ class PatchOptions:
     """Options of ``Engine.compile_patches``, see there."""
 
     rank: int | Literal["auto"] = "auto"
-    energy: float = 0.99
+    energy: float = 0.995
     factor_dtype: str = "auto"
     probe: str = ""
     time_prefill: bool = False

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,8 @@ from kamera_cli.model.inputs import Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.model.scoring import Forced, Place, logits_after, score
 from kamera_cli.operator.assemble import joined_positions, place
-from kamera_cli.operator.ranks import Sensitivity, weights
+from kamera_cli.operator.patch import is_rounding, residual
+from kamera_cli.operator.ranks import Sensitivity, Worth, worth
 from kamera_cli.results import Progress
 
 if TYPE_CHECKING:
@@ -65,10 +66,8 @@ class Context:
     conditioned: Sequence[list[LayerKV]]
 
 
-def layer_weights(
-    engine: Engine, chain: Chain | None, numbers: dict[bytes, int]
-) -> tuple[tuple[float, float], ...] | None:
-    """Weights of the rotary and of the plain tensor of each layer, for `kamera_cli.operator.patch.form`.
+def layer_worth(engine: Engine, chain: Chain | None, numbers: dict[bytes, int]) -> Worth | None:
+    """What the tensors of each layer are worth, for `kamera_cli.operator.patch.form`.
 
     Parameters
     ----------
@@ -77,7 +76,7 @@ def layer_weights(
 
     Returns
     -------
-    tuple of (float, float) or None
+    Worth or None
         None where nothing was felt so far.
 
     Raises
@@ -93,7 +92,8 @@ def layer_weights(
         engine.store.put_state(SENSITIVITY, engine.fingerprint, known, expect="any")
     if not _felt(known):
         return None
-    return tuple(weights([tuple(Sensitivity(*tensor) for tensor in layer) for layer in known["layers"]]))
+    measured = [tuple(Sensitivity(*tensor) for tensor in layer) for layer in known["layers"]]
+    return worth(measured, sum(window["num_tokens"] for window in known["windows"]))
 
 
 def _felt(known: Mapping) -> bool:
@@ -134,6 +134,7 @@ def _measured(engine: Engine, chain: Chain, numbers: dict[bytes, int]) -> dict |
     return {
         "layers": [[[tensor.kl, tensor.missing, tensor.total] for tensor in layer] for layer in found],
         "chunks": [link.id for link in chain[:count]],
+        "num_tokens": sum(record.meta["num_tokens"] for record in records[1:count]),
         "probes": f"{NUM_PROBES} questions of {PROBE_TOKENS} random tokens",
         "ms": 1e3 * (time.perf_counter() - started),
     }
@@ -210,15 +211,11 @@ def _without(
 
 
 def _energy(context: Context, layer: int, name: str) -> float:
-    """‖Δ‖² of a tensor over all chunks."""
-    return sum(
-        float((getattr(after[layer], name).float() - getattr(alone[layer], name).float()).square().sum())
-        for after, alone in _pairs(context)
+    """‖Δ‖² of a tensor over all chunks, none where it is rounding."""
+    after, alone = (
+        getattr(_joined(chunks, layer), name) for chunks in (context.conditioned, context.canonical)
     )
-
-
-def _pairs(context: Context) -> Iterator[tuple[list[LayerKV], list[LayerKV]]]:
-    return zip(context.conditioned, context.canonical, strict=True)
+    return 0.0 if is_rounding(after, alone) else float(residual(after, alone).square().sum())
 
 
 def _joined(chunks: Sequence[list[LayerKV]], layer: int) -> LayerKV:

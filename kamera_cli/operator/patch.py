@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +11,7 @@ import torch
 from kamera_cli.errors import NotFiniteError, UsageError
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator import quantise
-from kamera_cli.operator.ranks import Spectrum, choose
+from kamera_cli.operator.ranks import Spectrum, Worth, choose
 
 MAX_AUTO_RANK = 64
 """Largest rank that ``rank="auto"`` chooses."""
@@ -69,16 +68,16 @@ class LayerPatch:
     ----------
     rotary_energy, plain_energy : float
         Captured share of energy, 1 − ‖Δ − UVᵀ‖² / ‖Δ‖².
-    rotary_cost, plain_cost : float
-        Next-token KL in nats that leaving all of Δ out would cost by the measured sensitivity; 0 where none was taken.
+    rotary_worth, plain_worth : float or None
+        What all of Δ is worth to the output, in units of a typical patch; None where no sensitivity was measured.
     """
 
     rotary: Factors
     plain: Factors
     rotary_energy: float
     plain_energy: float
-    rotary_cost: float = 0.0
-    plain_cost: float = 0.0
+    rotary_worth: float | None = None
+    plain_worth: float | None = None
 
     @property
     def rank(self) -> int:
@@ -107,7 +106,7 @@ def form(
     energy: float,
     dtype: Precision = None,
     budget_bytes: int | None = None,
-    weights: Sequence[tuple[float, float]] | None = None,
+    worth: Worth | None = None,
 ) -> list[LayerPatch]:
     """Factor Δ of every layer.
 
@@ -116,44 +115,44 @@ def form(
     conditioned, canonical : list of LayerKV
         Position-free KV of the same T tokens, prefilled after the antecedents and alone.
     rank : int or "auto"
-        ``auto`` takes the fewest directions that capture ``energy``, at most `MAX_AUTO_RANK` of a tensor: of the
-        weighted energy of all tensors together where there are ``weights``, and of each tensor apart otherwise.
+        ``auto`` takes the fewest directions that capture ``energy``, at most `MAX_AUTO_RANK` of a tensor: of all
+        tensors together where their ``worth`` is known, and of each tensor apart otherwise.
     energy : float
-        Share of ‖Δ‖² in (0, 1]; read by ``auto`` alone.
+        Share in (0, 1] of ‖Δ‖²; with ``worth``, all but 1 − ``energy`` of what a typical patch of T tokens is worth.
+        Read by ``auto`` alone.
     dtype : torch.dtype, int or None
         Of the factors, an int for integers of so many bits, None for `AUTO_BITS`; a floating point factor with a value
         beyond its range is kept in fp32.
     budget_bytes : int or None
-        With ``auto``: bytes that the factors of all layers may take, whatever energy that captures. Without weights,
+        With ``auto``: bytes that the factors of all layers may take, whatever energy that captures. Without ``worth``,
         each tensor's whole Δ counts the same.
-    weights : sequence of (float, float) or None
-        Per layer, nats per unit of missing energy of the rotary and of the plain tensor
-        (`kamera_cli.operator.ranks.weights`).
     """
     pairs = [
         pair
         for after, alone in zip(conditioned, canonical, strict=True)
         for pair in ((after.rotary, alone.rotary), (after.plain, alone.plain))
     ]
-    flat = [weight for layer in weights for weight in layer] if weights is not None else None
+    flat = None if worth is None else worth.shares(canonical[0].rotary.shape[0])
     if rank == "auto" and (flat is not None or budget_bytes is not None):
-        spanned = [directions(residual(*pair), MAX_AUTO_RANK) for pair in pairs]
+        spanned = [directions(_absorbed(*pair), MAX_AUTO_RANK) for pair in pairs]
         ranks = _ranks_of_all(pairs, spanned, energy, dtype, budget_bytes, flat)
         found = [
-            truncated(residual(*pair), known, chosen, dtype)
+            truncated(_absorbed(*pair), known, chosen, dtype)
             for pair, known, chosen in zip(pairs, spanned, ranks, strict=True)
         ]
         totals = [known.total for known in spanned]
     else:
         found, totals = [], []
         for pair in pairs:
-            known = directions(residual(*pair), None if rank == "auto" else rank)
+            known = directions(_absorbed(*pair), None if rank == "auto" else rank)
             chosen = _least_rank(known, energy) if rank == "auto" else rank
-            found.append(truncated(residual(*pair), known, chosen, dtype))
+            found.append(truncated(_absorbed(*pair), known, chosen, dtype))
             totals.append(known.total)
-    costs = [0.0] * len(pairs) if flat is None else [w * total for w, total in zip(flat, totals, strict=True)]
+    worths = (
+        [None] * len(pairs) if flat is None else [w * total for w, total in zip(flat, totals, strict=True)]
+    )
     return [
-        LayerPatch(found[n][0], found[n + 1][0], found[n][1], found[n + 1][1], costs[n], costs[n + 1])
+        LayerPatch(found[n][0], found[n + 1][0], found[n][1], found[n + 1][1], worths[n], worths[n + 1])
         for n in range(0, len(found), 2)
     ]
 
@@ -171,7 +170,8 @@ def _ranks_of_all(
         size = direction_bytes(after.shape[0], after[0].numel(), dtype)
         weight = weights[index] if weights is not None else 1.0 / (known.total or 1.0)
         spectra.append(Spectrum(tuple(known.squares.tolist()), known.total, size, weight))
-    return choose(spectra, energy=energy, budget_bytes=budget_bytes)
+    typical = None if weights is None else 1.0
+    return choose(spectra, energy=energy, typical=typical, budget_bytes=budget_bytes)
 
 
 def direction_bytes(num_tokens: int, width: int, dtype: Precision = None) -> int:
@@ -185,6 +185,19 @@ def direction_bytes(num_tokens: int, width: int, dtype: Precision = None) -> int
 def residual(after: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
     """Δ as a float32 matrix (T, H · D)."""
     return (after.float() - alone.float()).flatten(1)
+
+
+def _absorbed(after: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
+    """`residual`, and zero where it is rounding: layer 0 takes nothing in, however its forwards were cut."""
+    delta = residual(after, alone)
+    return torch.zeros_like(delta) if is_rounding(after, alone) else delta
+
+
+def is_rounding(after: torch.Tensor, alone: torch.Tensor) -> bool:
+    """Whether two (T, H, D) tensors differ by no more than the order of sums and the last place of their dtype."""
+    tolerance = 2 * torch.finfo(after.dtype).eps + 16 * torch.finfo(torch.float32).eps
+    largest = after.float().flatten(1).abs().amax(1, keepdim=True)
+    return bool((residual(after, alone).abs() <= tolerance * largest).all())
 
 
 @dataclass(frozen=True)

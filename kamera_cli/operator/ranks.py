@@ -4,13 +4,16 @@ What a patch leaves out costs about Σ weight · σ², over all tensors and all 
 tensor's weight is the next-token KL that a unit of its missing energy was measured to cost. Directions of one tensor
 come in descending σ² and at equal bytes, so taking them by weight · σ² per byte is the best choice there is, up to the
 one direction at which a budget ends.
+
+What may be missing is measured against a typical patch and not against the patch itself: a chunk that took in little
+from its antecedents has little to lose, and on the embedded model needs a third of the bytes for it.
 """
 
 from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kamera_cli.errors import UsageError
@@ -98,6 +101,38 @@ def check_budget(budget: Budget, kv_bytes: int, direction_bytes: int, what: str)
         )
 
 
+@dataclass(frozen=True)
+class Worth:
+    """What the tensors of a model are worth to its output.
+
+    Attributes
+    ----------
+    layers : tuple of (float, float)
+        Weight of the rotary and of the plain tensor of each layer, in nats per unit of missing energy.
+    per_token : float
+        Σ weight · ‖Δ‖² of one token, on average over what was measured.
+    """
+
+    layers: tuple[tuple[float, float], ...]
+    per_token: float
+
+    def shares(self, num_tokens: int) -> list[float]:
+        """Weights, rotary and plain layer by layer, in units of all that a typical patch of so many tokens is worth."""
+        typical = self.per_token * num_tokens
+        return [weight / typical if typical > 0 else 0.0 for layer in self.layers for weight in layer]
+
+
+def worth(measured: Sequence[tuple[Sensitivity, Sensitivity]], num_tokens: int) -> Worth:
+    """`weights`, and what Δ of one of the ``num_tokens`` conditioned tokens that were measured is worth by them."""
+    layers = weights(measured)
+    total = sum(
+        weight * tensor.total
+        for pair, layer in zip(layers, measured, strict=True)
+        for weight, tensor in zip(pair, layer, strict=True)
+    )
+    return Worth(tuple(layers), total / num_tokens)
+
+
 def weights(measured: Sequence[tuple[Sensitivity, Sensitivity]]) -> list[tuple[float, float]]:
     """Weight of the rotary and of the plain tensor of each layer, in nats per unit of energy.
 
@@ -117,13 +152,21 @@ def _per_share(tensor: Sensitivity) -> float:
     return max(0.0, tensor.kl) * tensor.total / tensor.missing if tensor.missing > 0 else 0.0
 
 
-def choose(spectra: Sequence[Spectrum], *, energy: float, budget_bytes: int | None = None) -> tuple[int, ...]:
-    """Ranks that reach a share of the weighted energy of all tensors, in no more than a budget.
+def choose(
+    spectra: Sequence[Spectrum],
+    *,
+    energy: float,
+    typical: float | None = None,
+    budget_bytes: int | None = None,
+) -> tuple[int, ...]:
+    """Ranks that leave no more weighted energy out than is allowed, in no more than a budget.
 
     Parameters
     ----------
     energy : float
-        Share of Σ weight · ‖Δ‖² in (0, 1] at which to stop.
+        In (0, 1]: a share of 1 − ``energy`` of ``typical`` may be missing.
+    typical : float or None
+        Σ weight · ‖Δ‖² of a typical patch; None for that of these tensors.
     budget_bytes : int or None
         Bytes of all directions together. A direction that no longer fits ends its tensor; smaller ones may follow.
 
@@ -133,7 +176,8 @@ def choose(spectra: Sequence[Spectrum], *, energy: float, budget_bytes: int | No
         One rank per spectrum. A larger budget, or a higher energy, never takes fewer directions of tensors that cost
         the same.
     """
-    wanted = energy * sum(spectrum.weight * spectrum.total for spectrum in spectra)
+    total = sum(spectrum.weight * spectrum.total for spectrum in spectra)
+    wanted = total - (1.0 - energy) * (total if typical is None else typical)
     ranks, captured, spent = [0] * len(spectra), 0.0, 0
     queue = [_entry(index, spectrum, 0) for index, spectrum in enumerate(spectra) if spectrum.squares]
     heapq.heapify(queue)
@@ -155,7 +199,28 @@ def _entry(index: int, spectrum: Spectrum, rank: int) -> tuple[float, int]:
     return -spectrum.weight * spectrum.squares[rank] / spectrum.direction_bytes, index
 
 
-def weighted_energy(parts: Sequence[tuple[float, float]]) -> float | None:
-    """Σ weight · captured / Σ weight over (weight · ‖Δ‖², captured share) of each tensor; None without any weight."""
-    total = sum(weight for weight, _ in parts)
-    return sum(weight * share for weight, share in parts) / total if total > 0 else None
+def proven_energy(meta: Mapping) -> float:
+    """The energy by which a stored patch may be trusted: `weighted_energy` where the sensitivity was measured before it
+    was formed, and otherwise the smallest of its layers.
+
+    Parameters
+    ----------
+    meta : mapping
+        Of a patch's record.
+    """
+    weighted = meta.get("energy_weighted")
+    return min(meta["energy"], default=1.0) if weighted is None else weighted
+
+
+def weighted_energy(parts: Sequence[tuple[float | None, float]]) -> float | None:
+    """1 less the share of a typical patch's worth that is missing, at least 0.
+
+    Parameters
+    ----------
+    parts : sequence of (float or None, float)
+        Of each tensor what its Δ is worth, in units of a typical patch, and the captured share. None for what was not
+        measured, which makes the result None.
+    """
+    if not parts or any(part is None for part, _ in parts):
+        return None
+    return max(0.0, 1.0 - sum(part * (1.0 - share) for part, share in parts))

@@ -192,7 +192,7 @@ def test_a_bad_request_is_one_line_with_its_exit_code_and_changes_nothing(engine
         ({"energy": 0.0}, UsageError, "energy 0"),
         ({"energy": 1.5}, UsageError, "energy 1.5"),
         ({"kind": "mean"}, UsageError, "mean"),
-        ({"budget": "100"}, UsageError, "chunk 2.*100 bytes"),
+        ({"budget": "40"}, UsageError, "chunk 2.*40 bytes"),
         ({"budget": "0.01%"}, UsageError, "budget"),
         ({"budget": "3%", "rank": 4}, UsageError, "--rank 4"),
         ({"budget": "3%", "kind": "orbit"}, UsageError, "--kind orbit"),

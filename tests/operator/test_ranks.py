@@ -17,8 +17,10 @@ from kamera_cli.operator.ranks import (
     check_budget,
     choose,
     parse_budget,
+    proven_energy,
     weighted_energy,
     weights,
+    worth,
 )
 
 
@@ -63,6 +65,14 @@ def test_no_cheaper_split_reaches_the_energy(parts, energy):
     assert value(parts, ranks) >= goal * (1 - 1e-9)
     cheaper = [other for other in every(parts) if sum(other) < sum(ranks)]
     assert all(value(parts, other) < goal * (1 + 1e-9) for other in cheaper)
+
+
+def test_a_chunk_that_took_in_little_may_lose_the_same_and_so_a_larger_share():
+    little = [spectrum([0.9, 0.05, 0.04, 0.01]), spectrum([0.02])]
+    assert choose(little, energy=0.99, typical=100.0) == (1, 0)
+    assert choose(little, energy=0.99, typical=200.0) == (0, 0)
+    assert choose(little, energy=0.99) == (3, 1)
+    assert choose([spectrum([60, 50, 2])], energy=0.99, typical=100.0) == (3,)
 
 
 @settings(max_examples=100, deadline=None)
@@ -126,7 +136,20 @@ def test_a_budget_below_one_direction_is_refused_with_both_sides():
     check_budget(Budget(num_bytes=202), 10_000, 202, "chunk 2")
 
 
-def test_weighted_energy_is_the_share_of_the_cost_that_is_covered():
-    assert weighted_energy([(3.0, 1.0), (1.0, 0.5), (0.0, 0.0)]) == 0.875
-    assert weighted_energy([(0.0, 0.3)]) is None
+def test_weighted_energy_lacks_what_is_missing_of_a_typical_patch():
+    assert weighted_energy([(0.75, 1.0), (0.25, 0.5), (0.0, 0.0)]) == 0.875
+    assert weighted_energy([(0.1, 0.0)]) == 0.9
+    assert weighted_energy([(1.5, 0.0)]) == 0.0
+    assert weighted_energy([(None, 0.3), (0.1, 0.3)]) is None
     assert weighted_energy([]) is None
+
+
+def test_worth_is_counted_in_typical_patches_of_as_many_tokens():
+    found = worth([(measured(0.1, 4.0), measured(0.0, 2.0)), (measured(0.0, 0.0), measured(0.0, 0.0))], 10)
+    assert found.per_token == pytest.approx(2 * 1.0 / 10)
+    shares = found.shares(20)
+    assert sum(
+        share * total for share, total in zip(shares, (8.0, 4.0, 0.0, 0.0), strict=True)
+    ) == pytest.approx(1.0)
+    assert proven_energy({"energy": [0.9, 0.4], "energy_weighted": None}) == 0.4
+    assert proven_energy({"energy": [0.9, 0.4], "energy_weighted": 0.97}) == 0.97
