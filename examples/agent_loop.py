@@ -35,7 +35,7 @@ from kamera_cli.tiny.world import (
     put_into_words,
 )
 
-NUM_CHUNKS, NUM_PAIRS, WINDOW_SIZE, NUM_VISITS = 24, 10, 6, 24
+NUM_CHUNKS, NUM_PAIRS, WINDOW_SIZE, NUM_VISITS = 24, 10, 6, 18
 CHUNK_SECONDS = 8.0
 Topic = tuple[int, ...]
 """Numbers of chunks that are asked about together: two that link, or one that stands alone."""
