@@ -28,7 +28,7 @@ from kamera_cli.operator.patch import Factors, LayerPatch
 
 EXPONENT = 3.0
 """Power of a token's ‖Δ_i‖ in its weights: 0 gives the mean, ∞ the largest alone. Two-hop answers of a trained model
-want 2 or more; where attention is diffuse, as with random weights, 0 to 4 differ by a few percent of the KL."""
+want 2 or more; where attention is diffuse, as with random weights, 0 to 4 differ by a tenth of the KL at most."""
 
 
 def token_sizes(factors: Factors) -> torch.Tensor:
