@@ -285,7 +285,8 @@ class Engine:
             ``removal`` takes what chunks absorbed from chunks that have left the window out of them again.
         rank : int or "auto"
             ``auto`` captures ``energy`` of ‖Δ‖², at most rank 64 of a tensor: of all layers together, each weighted by
-            its measured sensitivity, and of each layer apart where that is not known.
+            its measured sensitivity, with what a typical patch is worth as the whole; of each tensor apart where the
+            sensitivity is not known.
         factor_dtype : {"auto", "fp32", "fp16", "bf16", "int8", "int6", "int4"}
             ``auto`` is integers of `kamera_cli.operator.patch.AUTO_BITS` bits.
         probe : str

@@ -40,7 +40,9 @@ def compile_patches(
     energy: Annotated[
         float,
         typer.Option(
-            "--energy", metavar="SHARE", help="Share of the residual's energy that --rank auto captures"
+            "--energy",
+            metavar="SHARE",
+            help="Share of the residual's energy, by what it is worth to the output, that --rank auto captures",
         ),
     ] = 0.995,
     budget: Annotated[
@@ -170,7 +172,7 @@ def view(result: CompileResult) -> Iterable[RenderableType]:
                 " ".join(short_id(chunk) for chunk in patch.antecedents),
                 patch.outcome,
                 format_ranks(patch.ranks),
-                format_share(patch.energy),
+                format_share(patch.energy if patch.energy_weighted is None else patch.energy_weighted),
                 format_number(patch.kl),
                 format_number(patch.kl_blind),
                 format_bytes(patch.patch_bytes),
@@ -184,6 +186,7 @@ def view(result: CompileResult) -> Iterable[RenderableType]:
     yield (
         f"{count(formed, 'patch')} formed, {len(result.patches) - formed} found in {format_ms(result.total_ms)} "
         f"({format_ms(result.prefill_ms)} of it in conditioned forwards, {format_ms(result.measure_ms)} measuring KL"
+        + (f", {format_ms(result.learn_ms)} what each layer is worth" if result.learn_ms >= 10 else "")
         + (")" if result.form_ratio is None else f"; formed in {result.form_ratio:.2f} prefills)")
     )
     if result.composed:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from kamera_store import KVStore, Record
 
 
+_MAX_COLUMNS = 12
+"""Layers that are shown side by side."""
+
+
 @command
 def show(
     session: Session,
@@ -165,14 +169,20 @@ def view(record: Record, patches: Sequence[Record]) -> Iterable[RenderableType]:
 def split_view(found: Sequence[dict]) -> Iterable[RenderableType]:
     """Ranks of each patch's two tensors by layer, one row per patch."""
     num_layers = max(len(patch["ranks"]) for patch in found)
+    wide = num_layers > _MAX_COLUMNS
     yield table(
-        ("patch", "kind", *(f">{layer}" for layer in range(num_layers)), ">energy", ">size"),
+        (
+            "patch",
+            "kind",
+            *(("ranks",) if wide else (f">{layer}" for layer in range(num_layers))),
+            ">energy",
+            ">size",
+        ),
         (
             (
                 short_id(patch["patch"]),
                 patch["kind"],
-                *(f"{rotary}/{plain}" for rotary, plain in patch["ranks"]),
-                *("" for _ in range(num_layers - len(patch["ranks"]))),
+                *((_runs(patch["ranks"]),) if wide else _columns(patch["ranks"], num_layers)),
                 f"{100 * proven_energy(patch):.1f} %",
                 format_bytes(patch["stored_bytes"]),
             )
@@ -183,6 +193,22 @@ def split_view(found: Sequence[dict]) -> Iterable[RenderableType]:
         "ranks by layer, of what RoPE turns and of what it does not; energy: weighted by what each layer is "
         "worth to the output where that was measured, of the worst layer otherwise"
     )
+
+
+def _columns(ranks: Sequence[Sequence[int]], count: int) -> list[str]:
+    cells = [f"{rotary}/{plain}" for rotary, plain in ranks]
+    return cells + [""] * (count - len(cells))
+
+
+def _runs(ranks: Sequence[Sequence[int]]) -> str:
+    """``0-3: 0/0, 4: 5/6``: layers in a row with the same ranks stand together."""
+    parts, first = [], 0
+    for layer in range(1, len(ranks) + 1):
+        if layer == len(ranks) or list(ranks[layer]) != list(ranks[first]):
+            span = str(first) if first == layer - 1 else f"{first}-{layer - 1}"
+            parts.append(f"{span}: {ranks[first][0]}/{ranks[first][1]}")
+            first = layer
+    return ", ".join(parts)
 
 
 def _field_in_ms(name: str, value: object) -> tuple[str, object]:

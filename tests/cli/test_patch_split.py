@@ -1,0 +1,36 @@
+"""Ranks by layer that `show` misstates, or spreads over more columns than a terminal has."""
+
+from __future__ import annotations
+
+import io
+
+from kamera_cli.commands.show import _runs, split_view
+
+
+def patch(ranks, **fields):
+    return {
+        "patch": "ab" * 16, "kind": "exact", "ranks": ranks, "energy": [1.0] * len(ranks), "energy_weighted": 0.991,
+        "stored_bytes": 4096, **fields,
+    }  # fmt: skip
+
+
+def text(found) -> str:
+    from rich.console import Console
+
+    console = Console(width=120, record=True, file=io.StringIO())
+    for part in split_view(found):
+        console.print(part)
+    return console.export_text()
+
+
+def test_few_layers_stand_side_by_side():
+    shown = text([patch([[0, 0], [4, 5], [12, 3]]), patch([[0, 0], [1, 1]], energy_weighted=None)])
+    assert "0/0" in shown and "4/5" in shown and "12/3" in shown
+    assert "99.1 %" in shown and "100.0 %" in shown
+
+
+def test_many_layers_are_told_in_runs():
+    ranks = [[0, 0]] * 4 + [[5, 6]] + [[2, 2]] * 23
+    assert _runs(ranks) == "0-3: 0/0, 4: 5/6, 5-27: 2/2"
+    assert "5-27: 2/2" in text([patch(ranks)])
+    assert _runs([[1, 2]]) == "0: 1/2"
