@@ -20,7 +20,7 @@ from kamera_cli.model.positions import RelativePositions
 from kamera_cli.model.runner import EncodedChunk
 from kamera_cli.operator.orbit import Coefficients
 from kamera_cli.operator.patch import Factors, LayerPatch
-from kamera_cli.operator.quantise import pack, row_bytes, unpack
+from kamera_cli.operator.quantise import as_written, row_bytes, unpack
 from kamera_cli.operator.ranks import weighted_energy
 from kamera_cli.results import WindowEntry
 from kamera_store.errors import DamagedError, DamagedRecordWarning
@@ -176,9 +176,9 @@ class Library:
         tensors = []
         for layer, patch in enumerate(layers):
             for name, factors in zip(self.names, (patch.rotary, patch.plain), strict=True):
-                tensors.append(to_bytes(f"{name}_u", _stored(factors.u, factors.bits), layer=layer))
+                tensors.append(to_bytes(f"{name}_u", as_written(factors.u, factors.bits), layer=layer))
                 if basis is None:
-                    tensors.append(to_bytes(f"{name}_v", _stored(factors.v, factors.bits), layer=layer))
+                    tensors.append(to_bytes(f"{name}_v", as_written(factors.v, factors.bits), layer=layer))
         weighted = weighted_energy(
             [part for patch in layers for part in ((patch.rotary_worth, patch.rotary_energy),
                                                    (patch.plain_worth, patch.plain_energy))]
@@ -277,10 +277,6 @@ class Library:
         if rows.shape[1] != row_bytes(length, bits):
             raise DamagedError(record.key, f"length of {name}_{side}", row_bytes(length, bits), rows.shape[1])
         return unpack(rows, length, bits)
-
-
-def _stored(rows: torch.Tensor, bits: int | None) -> torch.Tensor:
-    return rows if bits is None else pack(rows, bits)
 
 
 def _described(layers: Sequence[LayerPatch]) -> dict | None:

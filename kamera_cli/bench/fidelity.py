@@ -24,6 +24,7 @@ from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.scoring import is_greedy_match, score
 from kamera_cli.operator.patch import Factors, LayerPatch, residual
+from kamera_cli.operator.quantise import as_written
 from kamera_cli.results import Progress
 from kamera_cli.settings import Settings
 from kamera_store import codec
@@ -145,7 +146,7 @@ def _bytes_of_layer(layer: LayerKV) -> tuple[int, int]:
 
 
 def _bytes_of_factors(factors: Factors) -> tuple[int, int]:
-    return _bytes((factors.u, factors.v))
+    return _bytes(as_written(rows, factors.bits) for rows in (factors.u, factors.v))
 
 
 def _bytes(tensors) -> tuple[int, int]:

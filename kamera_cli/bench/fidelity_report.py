@@ -140,8 +140,8 @@ def _table(rows: dict[str, dict], described: dict) -> Table:
         f"and {counts['unknown']} unanswerable questions. Per cent with Wilson 95 % intervals; exact match of the "
         "greedy answer.",
         "KL in nats of the next token to re-prefill, over all questions; closed: 1 − KL / KL of blind.",
-        "Patches are formed for this very order, factors in fp16. After RoPE: keys factored after their rotation, "
-        "which fits one position only.",
+        "Patches are formed for this very order, factors in 8-bit integers. After RoPE: keys factored after their "
+        "rotation, which fits one position only.",
     )
     rival_notes = (
         "Per cent behind a rival's name: share of the chunk tokens that are computed anew for each prompt. Oracle "
@@ -170,7 +170,7 @@ def _bytes_table(rows: dict[str, dict], data: dict) -> Table:
     )
     notes = (
         f"Chunks have {tokens:.0f} tokens and a KV width of {width}, both small: m · (1/T + 1/D) falls with either.",
-        "Raw counts tensor bytes (fp16 factors, KV in the compute dtype); stored counts what the store writes of each.",
+        "Raw counts tensor bytes (factors in 8 bits, KV in the compute dtype); stored counts what the store writes.",
     )
     columns = (">rank", ">patch : KV, raw", ">patch : KV, stored", ">m · (1/T + 1/D)", ">energy of Δ")
     return Table("Size of a patch", columns, lines, notes)

@@ -43,6 +43,11 @@ def pack(rows: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat([scale[:, None].view(torch.uint8), split], dim=1)
 
 
+def as_written(rows: torch.Tensor, bits: int | None) -> torch.Tensor:
+    """What the store keeps of rows: packed integers, or the rows themselves for None."""
+    return rows if bits is None else pack(rows, bits)
+
+
 def unpack(packed: torch.Tensor, length: int, bits: int) -> torch.Tensor:
     """(m, ``length``) float32 out of what `pack` made, on the same device."""
     scale = packed[:, :4].flatten().clone().view(torch.float32)[:, None]
