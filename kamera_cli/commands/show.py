@@ -9,7 +9,6 @@ import typer
 
 from kamera_cli.commands.session import Session, WindowOption, command
 from kamera_cli.errors import NotFoundError, UsageError
-from kamera_cli.operator.ranks import proven_energy
 from kamera_cli.text import display, format_bytes, short_id, table
 
 if TYPE_CHECKING:
@@ -183,7 +182,7 @@ def split_view(found: Sequence[dict]) -> Iterable[RenderableType]:
                 short_id(patch["patch"]),
                 patch["kind"],
                 *((_runs(patch["ranks"]),) if wide else _columns(patch["ranks"], num_layers)),
-                f"{100 * proven_energy(patch):.1f} %",
+                f"{100 * _proven(patch):.1f} %",
                 format_bytes(patch["stored_bytes"]),
             )
             for patch in found
@@ -193,6 +192,12 @@ def split_view(found: Sequence[dict]) -> Iterable[RenderableType]:
         "ranks by layer, of what RoPE turns and of what it does not; energy: weighted by what each layer is "
         "worth to the output where that was measured, of the worst layer otherwise"
     )
+
+
+def _proven(patch: Mapping) -> float:
+    """The energy by which the plan trusts a patch (`kamera_cli.operator.ranks.proven_energy`)."""
+    weighted = patch["energy_weighted"]
+    return min(patch["energy"], default=1.0) if weighted is None else weighted
 
 
 def _columns(ranks: Sequence[Sequence[int]], count: int) -> list[str]:
