@@ -40,7 +40,9 @@ class ComposedOffer:
         Largest measured KL for so many antecedents out of one set of chunks that holds them all; None where none is
         known.
     energy : float
-        Smallest captured share over pairs and layers.
+        Smallest share of the true residual that compositions of so many pairs were measured to have; 0 where none was.
+        It is far below that of the pairs themselves, and what keeps ``--reuse auto`` from answers that a KL on one
+        question would let pass.
     gain : float
     """
 
@@ -64,9 +66,9 @@ def composed_offer(library: Library, chunk: Identity, antecedents: Chain) -> Com
             return None
         records.append(record)
     bound = bound_of(records)
-    energy = min(proven_energy(record.meta) for record in records)
     if bound is None:
-        return ComposedOffer(tuple(records), None, energy, 1.0)
+        return ComposedOffer(tuple(records), None, 0.0, 1.0)
+    energy = min(bound.energy, *(proven_energy(record.meta) for record in records))
     return ComposedOffer(tuple(records), bound.kl, energy, bound.gain)
 
 
