@@ -85,7 +85,7 @@ def layer_worth(engine: Engine, chain: Chain | None, numbers: dict[bytes, int]) 
         A chunk is gone from the store.
     """
     state = engine.store.get_state(SENSITIVITY, engine.fingerprint)
-    known = {"layers": [], "windows": []} if state is None else state.value
+    known = {"layers": [], "windows": []} if state is None or not _as_written(state.value) else state.value
     settled = _felt(known) or len(known["windows"]) >= MAX_TRIES
     if not settled and chain is not None and (found := _measured(engine, chain, numbers)) is not None:
         known = _added(known, found)
@@ -94,6 +94,16 @@ def layer_worth(engine: Engine, chain: Chain | None, numbers: dict[bytes, int]) 
         return None
     measured = [tuple(Sensitivity(*tensor) for tensor in layer) for layer in known["layers"]]
     return worth(measured, sum(window["num_tokens"] for window in known["windows"]))
+
+
+def _as_written(known: Mapping) -> bool:
+    """Whether what another version may have left has the fields of this one; if not, it is measured anew."""
+    windows = known.get("windows")
+    return (
+        isinstance(known.get("layers"), list)
+        and isinstance(windows, list)
+        and all(isinstance(window, dict) and window.get("num_tokens", 0) > 0 for window in windows)
+    )
 
 
 def _felt(known: Mapping) -> bool:

@@ -56,6 +56,19 @@ def test_sensitivity_is_measured_once_and_ranks_go_where_it_is(cards, monkeypatc
     assert {patch.outcome for patch in again.patches} == {"formed"}
 
 
+def test_a_sensitivity_that_an_older_version_left_is_measured_anew(cards):
+    cards.compile_patches(["1", "2"])
+    state = cards.store.get_state(SENSITIVITY, cards.fingerprint).value
+    older = {**state, "windows": [{"chunks": window["chunks"], "ms": 1.0} for window in state["windows"]]}
+    for left in (older, {}, {"layers": None, "windows": [None]}):
+        cards.store.put_state(SENSITIVITY, cards.fingerprint, left, expect="any")
+        assert layer_worth(cards, None, {}) is None
+        result = cards.compile_patches(["1", "2"], rank="auto", energy=0.9)
+        assert {patch.outcome for patch in result.patches} <= {"formed", "found"}
+    cards.compile_patches(["2", "1"])
+    assert cards.store.get_state(SENSITIVITY, cards.fingerprint).value["windows"][0]["num_tokens"] > 0
+
+
 def test_a_budget_is_kept_by_every_patch_and_a_larger_one_buys_energy(cards):
     before, spent = 0.0, 0
     for budget in (6_000, "1%", "2%"):
