@@ -305,10 +305,13 @@ class Engine:
         if budget is not None:
             parse_budget(budget)
             if rank != "auto" or kind == "orbit":
-                asked = f"--kind {kind}" if rank == "auto" else f"--rank {rank}"
-                raise UsageError(
-                    f"--budget {budget} and {asked} exclude each other; a budget goes with --rank auto"
+                asked = f"--rank {rank}" if rank != "auto" else f"--kind {kind}"
+                why = (
+                    "a budget goes with --rank auto"
+                    if rank != "auto"
+                    else "the patches of an orbit share their directions; set --rank or --energy"
                 )
+                raise UsageError(f"--budget {budget} and {asked} exclude each other; {why}")
         options = patches.PatchOptions(
             rank, energy, factor_dtype, probe, time_prefill, budget=budget, learn=True
         )
@@ -390,6 +393,7 @@ class Engine:
         from kamera_cli.jobs import arranging
         from kamera_cli.jobs.common import refuse_other_model
 
+        arranging.check_place(place, reuse)
         view = load_window(self.store, self.settings.tenant, window)
         refuse_other_model(self, view)
         found = arranging.arrange(self.library, view, chunks, reuse=reuse, max_kl=max_kl, place=place)

@@ -204,7 +204,10 @@ def plan_view(planned: QueryPlan) -> Iterable[RenderableType]:
     if planned.placed is not None:
         yield placed_line(planned.placed)
     total = format_bytes(sum(chunk.bytes_to_read for chunk in planned.chunks))
-    if planned.fallback is not None:
+    misses = [f"{chunk.number} {chunk.why_not}" for chunk in planned.chunks if chunk.why_not is not None]
+    if planned.reuse == "patched" and misses:
+        yield f"--reuse patched would refuse this: chunks {', '.join(misses)}; form patches with compile-patches"
+    elif planned.fallback is not None:
         yield f"{total} to read; the language model would run over all chunks: {planned.fallback}"
     else:
         yield f"{total} to read; the language model would run over the question alone"

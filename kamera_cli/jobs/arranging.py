@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kamera_cli.errors import NotFoundError
+from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.jobs.common import Conditioned, conditioning, ordered
-from kamera_cli.jobs.offers import StoredOffer, is_basis_only, offers
+from kamera_cli.jobs.offers import Listing, StoredOffer, is_basis_only, offers
 from kamera_cli.library import identity_of
 from kamera_cli.operator.placement import best_order
 from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan, Reuse, Wanted, plan, refusal
@@ -40,6 +40,17 @@ class Arranged:
     found: tuple[Found, ...]
     plan: Plan
     placed: Placed | None = None
+
+
+def check_place(place: bool, reuse: Reuse) -> None:
+    """Refuse to choose an order by patches where none would be used.
+
+    Raises
+    ------
+    UsageError
+    """
+    if place and reuse in ("blind", "none"):
+        raise UsageError(f"--place chooses the order by its patches; --reuse {reuse} uses none")
 
 
 def arrange(
@@ -138,6 +149,7 @@ def _placed(
     by_identity = {identity_of(entry): entry for entry in entries}
     bound = AUTO_MAX_KL if max_kl is None and reuse == "auto" else max_kl
     prices: dict[tuple[Identity, tuple[Identity, ...]], int | None] = {}
+    listing = Listing(library, tuple(by_identity))
 
     def price(chunk: Identity, before: tuple[Identity, ...]) -> int | None:
         if not before:
@@ -145,7 +157,7 @@ def _placed(
         if (chunk, before) not in prices:
             usable = (
                 sum(record.stored_bytes for record in stored.records)
-                for stored in offers(library, chunk, before)
+                for stored in offers(listing, chunk, before)
                 if refusal(stored.offer, reuse, bound) is None
             )
             prices[chunk, before] = next(usable, None)

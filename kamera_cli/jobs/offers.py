@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,45 @@ if TYPE_CHECKING:
     from kamera_store.records import Record
 
 
+class Listing:
+    """The library's patches of some chunks, listed once: the same answers, for a search that asks after many orders.
+
+    A question for what is not there costs no look into the store, and no question is put to it twice.
+    """
+
+    def __init__(self, library: Library, chunks: Sequence[Identity]) -> None:
+        self._library = library
+        self._stored = {
+            (chunk.key, record.meta["kind"], _named(record.meta["antecedents"], record.meta["kind"]))
+            for chunk in chunks
+            for record in library.store.patches_of(chunk.key, tenant=library.tenant)
+        }
+        self._patches: dict[tuple, Record | None] = {}
+        self._orbits: dict[tuple, tuple[Record, ...]] = {}
+
+    def find_patch(self, chunk: Identity, antecedents: Sequence[Identity], kind: str) -> Record | None:
+        """See `kamera_cli.library.Library.find_patch`."""
+        asked = chunk.key, kind, _named((one.id for one in antecedents), kind)
+        if asked not in self._stored:
+            return None
+        if asked not in self._patches:
+            self._patches[asked] = self._library.find_patch(chunk, antecedents, kind)
+        return self._patches[asked]
+
+    def find_orbit(self, chunk: Identity, antecedents: Sequence[Identity]) -> tuple[Record, ...]:
+        """See `kamera_cli.library.Library.find_orbit`."""
+        asked = chunk.key, "orbit", _named((one.id for one in antecedents), "orbit")
+        if asked not in self._stored:
+            return ()
+        if asked not in self._orbits:
+            self._orbits[asked] = self._library.find_orbit(chunk, antecedents)
+        return self._orbits[asked]
+
+
+def _named(antecedents: Iterable[str], kind: str) -> tuple[str, ...]:
+    return tuple(sorted(antecedents) if kind == "orbit" else antecedents)
+
+
 @dataclass(frozen=True)
 class StoredOffer:
     """An offer and the records that are read for it."""
@@ -28,7 +67,7 @@ class StoredOffer:
     records: tuple[Record, ...]
 
 
-def offers(library: Library, chunk: Identity, antecedents: Chain) -> tuple[StoredOffer, ...]:
+def offers(library: Library | Listing, chunk: Identity, antecedents: Chain) -> tuple[StoredOffer, ...]:
     """Patches for a chunk after antecedents in this order, best first: exact, orbit, composed of pairs."""
     found = []
     exact = library.find_patch(chunk, antecedents, "exact")

@@ -11,7 +11,7 @@ import torch
 
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.generate import Chooser, decode
-from kamera_cli.jobs.arranging import Found, arrange, full_rank
+from kamera_cli.jobs.arranging import Found, arrange, check_place, full_rank
 from kamera_cli.jobs.common import ordered, refuse_other_model, require_context
 from kamera_cli.jobs.compare import compare
 from kamera_cli.jobs.firstuse import keep_patches
@@ -165,8 +165,7 @@ def _check(question: str, options: QueryOptions) -> None:
         raise UsageError(
             "--rank goes with --reuse patched: the KL of a patch was measured with all of its columns"
         )
-    if options.place and options.reuse in ("blind", "none"):
-        raise UsageError(f"--place chooses the order by its patches; --reuse {options.reuse} uses none")
+    check_place(options.place, options.reuse)
     if options.max_kl is not None and options.max_kl < 0:
         raise UsageError(f"--max-kl {options.max_kl}: must not be negative")
 

@@ -75,6 +75,28 @@ def test_a_placement_never_rebuilds_what_a_bound_refuses(engine):
 def test_a_placement_without_patches_is_refused(engine, reuse):
     with pytest.raises(UsageError, match="--place"):
         engine.query(QUESTION, reuse=reuse, place=True)
+    with pytest.raises(UsageError, match="--place"):
+        engine.explain(reuse=reuse, place=True)
+
+
+def test_a_placement_looks_no_patch_up_twice(engine, monkeypatch):
+    """Of n chunks there are about e n! orders of some of them, and a look into the store for each took seconds."""
+    engine.compile_patches(kind="pair")
+    engine.compile_patches(["1", "2", "3"], kind="orbit")
+    asked = []
+    found = type(engine.library).find_patch
+    monkeypatch.setattr(
+        type(engine.library), "find_patch", lambda *request: asked.append(request[1:]) or found(*request)
+    )
+    planned = engine.explain(chunks=["4", "3", "2", "1"], place=True, reuse="patched")
+    searched = len(asked)
+    assert planned.placed.patch_bytes is not None
+    assert searched <= len([record for record in engine.store.iterate() if record.kind == "patch"]) + 12
+    engine.explain(chunks=[str(number) for number in planned.placed.order], reuse="patched")
+    assert planned.placed.patch_bytes == sum(
+        sum(engine.store.get(bytes.fromhex(patch)).stored_bytes for patch in chunk.patches)
+        for chunk in planned.chunks
+    )
 
 
 def test_a_plan_for_a_window_that_is_not_there(engine):
