@@ -119,7 +119,7 @@ def test_full_rank_patches_give_the_re_prefill_before_and_after_rope(arrangement
     for cache in made:
         for ours, exact in zip(cache.layers, arrangement.exact.layers, strict=True):
             for mine, theirs in ((ours.keys, exact.keys), (ours.values, exact.values)):
-                assert float((mine - theirs).norm() / theirs.norm()) < 2e-3  # factors are rounded to fp16
+                assert float((mine - theirs).norm() / theirs.norm()) < 1e-2  # factors are rounded to 8 bits
 
 
 def test_rivals_spend_the_tokens_they_are_given(

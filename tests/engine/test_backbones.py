@@ -21,7 +21,6 @@ from kamera_cli.engine import Engine
 from kamera_cli.errors import UsageError
 from kamera_cli.media.source import Sampling, chunks, inspect
 from kamera_cli.model import compat
-from kamera_cli.operator.plan import AUTO_MAX_KL
 from kamera_cli.settings import Settings
 
 VISION = tuple(name for name in BACKBONES if MEDIA[name])
@@ -126,13 +125,14 @@ def test_a_query_whose_answer_is_not_the_cold_prefills(open_backbone, tmp_path, 
         logits, answer = reference(engine, asked or order)
         with first_logits(engine) as assembled, prefilled_logits(engine) as cold:
             first = engine.query(QUESTION, chunks=asked, max_new_tokens=NUM_NEW)
-            second = engine.query(QUESTION, chunks=asked, max_new_tokens=NUM_NEW)
+            # Random experts flip, and auto would refuse some of these patches; what they are worth is asked here.
+            second = engine.query(QUESTION, chunks=asked, max_new_tokens=NUM_NEW, max_kl=10.0)
         assert {chunk.used for chunk in first.chunks} == {"prefilled"} and first.answer == answer
         assert len(cold) == 1 and kl(logits, cold[0]) <= EXACT
         assert [chunk.used for chunk in second.chunks] == ["canonical", *["exact"] * (len(order) - 1)]
         assert second.fallback is None and second.patches_kept == ()
         assert second.prefilled_tokens == engine.runner.question_ids(QUESTION).numel()
-        assert kl(logits, assembled[-1]) <= min(AUTO_MAX_KL, 1.01 * second.chunks[-1].kl + 1e-9)
+        assert kl(logits, assembled[-1]) <= 1.01 * second.chunks[-1].kl + 1e-9
 
 
 def processed(runner, sources: list[Path]) -> dict[str, torch.Tensor]:

@@ -207,7 +207,7 @@ def test_answers_in_another_order_are_those_of_a_cold_prefill(open_remote, plain
     assert [chunk.used for chunk in second.chunks] == ["canonical", "exact", "exact"]
     assert engine.runner.vision_calls == calls
 
-    engine.compile_patches(CHUNKS, rank=NUM_CHUNK)
+    engine.compile_patches(CHUNKS, rank=NUM_CHUNK, factor_dtype="fp32")
     patched = engine.query(QUESTION, chunks=CHUNKS, reuse="patched", max_new_tokens=8, compare=True)
     assert patched.answer == cold and patched.compare.kl <= 1e-6
 
