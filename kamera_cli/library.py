@@ -156,6 +156,12 @@ class Library:
         )
         return (basis, patch) if fits and basis.meta["version"] == patch.meta["version"] else ()
 
+    def put_patches(self, patches: Sequence[Mapping]) -> list[Record]:
+        """Write patches in one transaction; each is given as the keyword arguments of `put_patch`."""
+        items = [self._patch_item(**patch) for patch in patches]
+        self.store.put_all(items, replace=True)
+        return [self.store.find(item["identity"], tenant=self.tenant) for item in items]
+
     def put_patch(
         self,
         chunk: Record,
@@ -171,6 +177,22 @@ class Library:
 
         With a ``basis`` only U is written: V is that of the given patch of the same orbit.
         """
+        item = self._patch_item(chunk, antecedents, kind, layers, meta=meta, cost_ms=cost_ms, basis=basis)
+        self.store.put(**item, replace=True)
+        return self.store.find(item["identity"], tenant=self.tenant)
+
+    def _patch_item(
+        self,
+        chunk: Record,
+        antecedents: Sequence[Identity],
+        kind: str,
+        layers: list[LayerPatch],
+        *,
+        meta: Mapping,
+        cost_ms: float,
+        basis: Record | None = None,
+    ) -> dict:
+        """What the store is given of a patch."""
         of_chunk = Identity("chunk", chunk.key, chunk.digest)
         identity = self.patch_identity(of_chunk, antecedents, kind)
         tensors = []
@@ -196,16 +218,14 @@ class Library:
             **({} if basis is None else {"basis": basis.id, "basis_digest": basis.digest.hex()}),
             **meta,
         }
-        self.store.put(
-            identity,
-            tenant=self.tenant,
-            unit=chunk.unit,
-            meta=described,
-            tensors=tensors,
-            cost_ms=cost_ms,
-            replace=True,
-        )
-        return self.store.find(identity, tenant=self.tenant)
+        return {
+            "identity": identity,
+            "tenant": self.tenant,
+            "unit": chunk.unit,
+            "meta": described,
+            "tensors": tensors,
+            "cost_ms": cost_ms,
+        }
 
     def patch_layers(self, record: Record) -> list[LayerPatch]:
         """All layers of a patch. Not to be written into."""

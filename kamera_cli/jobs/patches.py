@@ -27,7 +27,7 @@ from kamera_cli.model.inputs import Segment
 from kamera_cli.model.scoring import logits_after_each
 from kamera_cli.operator.patch import FACTOR_DTYPES, Precision, check_rank, direction_bytes, form
 from kamera_cli.operator.ranks import Worth, check_budget, parse_budget
-from kamera_cli.results import CompileResult, FormedPatch, Progress, RecallResult
+from kamera_cli.results import CompileResult, FormedPatch, Progress, RecallResult, WindowEntry
 from kamera_cli.window import load_window, pick, recalled, update_window
 from kamera_store.records import Record
 
@@ -206,17 +206,26 @@ class _Forming:
             self._parts.append(self._part(record, segment, branch.captured[index], len(branch.chain(index))))
             spent.append(1e3 * (time.perf_counter() - started))
         wanted = [index for index in range(len(branch.links)) if branch.chain(index) in self._wanted]
-        formed = {}
-        for index, measured in zip(wanted, self._measured(branch, wanted), strict=True):
-            started = time.perf_counter()
-            chain, record = branch.chain(index), branch.records[index]
-            stored = self._library.put_patch(
-                record, chain[:-1], "exact", self._parts[len(chain)].patch, meta=measured,
-                cost_ms=spent[index] + branch.prefill_ms / len(branch.links),
-            )  # fmt: skip
-            form_ms = spent[index] + 1e3 * (time.perf_counter() - started)
-            formed[chain] = describe(stored, record, self._numbers, "formed", form_ms)
-        return formed
+        patches = [
+            {
+                "chunk": branch.records[index],
+                "antecedents": branch.chain(index)[:-1],
+                "kind": "exact",
+                "layers": self._parts[len(branch.chain(index))].patch,
+                "meta": measured,
+                "cost_ms": spent[index] + branch.prefill_ms / len(branch.links),
+            }
+            for index, measured in zip(wanted, self._measured(branch, wanted), strict=True)
+        ]
+        started = time.perf_counter()
+        stored = self._library.put_patches(patches)
+        write_ms = 1e3 * (time.perf_counter() - started) / max(1, len(wanted))
+        return {
+            branch.chain(index): describe(
+                record, branch.records[index], self._numbers, "formed", spent[index] + write_ms
+            )
+            for index, record in zip(wanted, stored, strict=True)
+        }
 
     def _part(self, record: Record, segment: Segment, after: list[LayerKV], length: int) -> Part:
         if length == 1:
@@ -343,17 +352,19 @@ def recall(engine: Engine, chunks: Sequence[str], window: str, at: int | None) -
         engine, [chunk.chain for chunk in wanted if chunk.antecedents], PatchOptions(), numbers
     )
     update_window(engine.store, tenant, window, lambda current: recalled(current, returning, at))
-    cascade = {
-        patch.meta["chunk"]
-        for chunk in wanted
-        for patch in engine.store.patches_naming(chunk.chain[-1].key, tenant=tenant)
-    }
     entries = {entry.chunk: entry for entry in after.entries}
     return RecallResult(
         window=after,
         recalled=tuple(entries[entry.chunk] for entry in returning),
         patched=tuple(patch.id for patch in formed),
-        cascade=tuple(sorted(cascade)),
+        cascade=cascade_of(engine, returning),
         vision_calls=engine.vision_calls - calls,
         total_ms=1e3 * (time.perf_counter() - started),
     )
+
+
+def cascade_of(engine: Engine, entries: Sequence[WindowEntry]) -> tuple[str, ...]:
+    """Chunks (hex) with patches that name one of these as an antecedent."""
+    tenant = engine.settings.tenant
+    named = (engine.store.patches_naming(bytes.fromhex(entry.chunk), tenant=tenant) for entry in entries)
+    return tuple(sorted({patch.meta["chunk"] for patches in named for patch in patches}))

@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -228,6 +228,34 @@ class KVStore:
             self.evict(plan)
         # Others took the room each time: evict and write at once, and let the file grow by one record.
         return self._write(lambda txn: self._put_in(txn, prepared, replace, evicting=True))
+
+    def put_all(self, items: Sequence[Mapping[str, Any]], *, replace: bool = False) -> None:
+        """Store several records in one transaction, all of them or none; one by one where the room is short.
+
+        Parameters
+        ----------
+        items : sequence of mapping
+            Keyword arguments of `put` each, without ``replace``.
+
+        Raises
+        ------
+        NoRoomError
+            As `put`; the records before it then stay.
+        """
+        from . import payload
+
+        if self.read_only:
+            raise ReadOnlyError(f"store {self.path} is open for reading only")
+        prepared = []
+        for item in items:
+            named = {"created_s": None, **item, "tensors": list(item["tensors"])}
+            self.check_room(sum(tensor.raw_bytes for tensor in named["tensors"]))
+            prepared.append(payload.prepare(named.pop("identity"), **named))
+        try:
+            self._write(lambda txn: [self._put_in(txn, one, replace) for one in prepared])
+        except _ShortageError:
+            for item in items:
+                self.put(**item, replace=replace)
 
     def _put_in(self, txn: Transaction, prepared: Prepared, replace: bool, evicting: bool = False) -> bool:
         from . import payload
