@@ -297,12 +297,20 @@ class Engine:
             Most bytes of each patch, a share of the KV that it serves (``3%``) or a size (``20KB``); with ``auto``.
         """
         from kamera_cli.jobs import orbit, pair_forming, patches, removal
+        from kamera_cli.operator.patch import FACTOR_DTYPES
 
         if kind not in ("exact", "orbit", "pair", "removal"):
             raise UsageError(f"--kind {kind} is not supported (supported: exact, orbit, pair, removal)")
         if not 0 < energy <= 1:
             raise UsageError(f"--energy {energy}: must be above 0 and at most 1")
+        if rank != "auto" and (not isinstance(rank, int) or isinstance(rank, bool)):
+            raise UsageError(f"--rank {rank} is neither 'auto' nor a whole number from 1 up")
+        if factor_dtype not in FACTOR_DTYPES:
+            raise UsageError(
+                f"--dtype {factor_dtype} is not supported (supported: {', '.join(FACTOR_DTYPES)})"
+            )
         if budget is not None:
+            budget = str(budget)
             parse_budget(budget)
             if rank != "auto" or kind == "orbit":
                 asked = f"--rank {rank}" if rank != "auto" else f"--kind {kind}"
@@ -393,7 +401,7 @@ class Engine:
         from kamera_cli.jobs import arranging
         from kamera_cli.jobs.common import refuse_other_model
 
-        arranging.check_place(place, reuse)
+        arranging.check_request(reuse, max_kl, place)
         view = load_window(self.store, self.settings.tenant, window)
         refuse_other_model(self, view)
         found = arranging.arrange(self.library, view, chunks, reuse=reuse, max_kl=max_kl, place=place)
@@ -422,12 +430,15 @@ class Engine:
         """Put evicted chunks back, each with a patch for what now stands before it; the vision tower never runs.
 
         The model is loaded only where such a patch is not in the store yet. With ``repair`` the chunks of the window
-        whose patches name a recalled one are conditioned anew on what stands before them now, the cheapest first.
+        whose patches name a recalled one are conditioned anew on what stands before them now, the cheapest first; asked
+        again, a repair that was interrupted goes on.
         """
         from kamera_cli.jobs import patches
         from kamera_cli.jobs import repair as repairing
 
-        result = patches.recall(self, chunks, window, moves.position(at))
+        where = moves.position(at)
+        done = repairing.standing(self, chunks, window, where) if repair else None
+        result = patches.recall(self, chunks, window, where) if done is None else done
         return repairing.repair(self, result) if repair else result
 
     def open_window(self, name: str = "default") -> Window:

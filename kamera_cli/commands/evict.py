@@ -159,7 +159,10 @@ def window_view(result: EvictResult, report: Mapping[str, object]) -> Iterable[R
     if result.purged:
         deleted = "would be deleted" if result.dry_run else "deleted"
         freed = format_bytes(result.freed_bytes)
-        yield f"{count(len(result.purged), 'record')} {deleted} from the store: {freed} freed inside the file"
+        gone = (
+            f"{count(len(result.purged), 'chunk')} {deleted} from the store, with all patches that name one"
+        )
+        yield f"{gone}: {freed} freed inside the file"
     elif not result.dry_run:
         yield "the store keeps them: kamera recall puts them back"
     yield from file_lines(report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.jobs.common import Conditioned, conditioning, ordered
@@ -42,13 +42,18 @@ class Arranged:
     placed: Placed | None = None
 
 
-def check_place(place: bool, reuse: Reuse) -> None:
-    """Refuse to choose an order by patches where none would be used.
+def check_request(reuse: str, max_kl: float | None, place: bool) -> None:
+    """Refuse a mode that there is not, a bound that is none, and an order by patches where none would be used.
 
     Raises
     ------
     UsageError
     """
+    modes = get_args(Reuse)
+    if reuse not in modes:
+        raise UsageError(f"--reuse {reuse} is not supported (supported: {', '.join(modes)})")
+    if max_kl is not None and not max_kl >= 0:
+        raise UsageError(f"--max-kl {max_kl}: must not be negative, and be a number")
     if place and reuse in ("blind", "none"):
         raise UsageError(f"--place chooses the order by its patches; --reuse {reuse} uses none")
 

@@ -43,7 +43,7 @@ def refuse_other_model(engine: Engine, window: WindowView) -> None:
         raise RefusedError(
             f"window {window.name!r} holds chunks of another model (its fingerprint {window.fingerprint[:10]}, "
             f"{engine.settings.model} as {engine.dtype_name} has {engine.fingerprint[:10]}); "
-            "use that model and --dtype, or ingest again into another window"
+            "use that model, --dtype and release of transformers, or ingest again into another window"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import torch
 
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.generate import Chooser, decode
-from kamera_cli.jobs.arranging import Found, arrange, check_place, full_rank
+from kamera_cli.jobs.arranging import Found, arrange, check_request, full_rank
 from kamera_cli.jobs.common import ordered, refuse_other_model, require_context
 from kamera_cli.jobs.compare import compare
 from kamera_cli.jobs.firstuse import keep_patches
@@ -157,17 +158,15 @@ def _check(question: str, options: QueryOptions) -> None:
         raise UsageError(f"the question is not valid Unicode ({error.reason} at {error.start})") from error
     if options.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
-    if options.temperature < 0:
-        raise UsageError(f"--temperature {options.temperature}: must not be negative")
+    if not 0 <= options.temperature < math.inf:
+        raise UsageError(f"--temperature {options.temperature}: must be a number, and not negative")
     if options.rank is not None and options.rank < 1:
         raise UsageError(f"--rank {options.rank}: must be at least 1")
     if options.rank is not None and options.reuse != "patched":
         raise UsageError(
             "--rank goes with --reuse patched: the KL of a patch was measured with all of its columns"
         )
-    check_place(options.place, options.reuse)
-    if options.max_kl is not None and options.max_kl < 0:
-        raise UsageError(f"--max-kl {options.max_kl}: must not be negative")
+    check_request(options.reuse, options.max_kl, options.place)
 
 
 def _require_fit(engine: Engine, found: Sequence[Found], num_more: int) -> None:

@@ -7,16 +7,39 @@ from it, or from what stood where it stands now, keep that until they are repair
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kamera_cli.jobs.common import conditioning
-from kamera_cli.jobs.patches import PatchOptions, form_chains
+from kamera_cli.jobs.common import conditioning, refuse_other_model
+from kamera_cli.jobs.patches import PatchOptions, cascade_of, form_chains
 from kamera_cli.results import RecallResult
-from kamera_cli.window import load_window, reconditioned, update_window
+from kamera_cli.window import load_window, pick, reconditioned, update_window
 
 if TYPE_CHECKING:
     from kamera_cli.engine import Engine
+
+
+def standing(engine: Engine, chunks: Sequence[str], window: str, at: int | None) -> RecallResult | None:
+    """The result of a recall that is done already, so that an interrupted repair can go on; None where it is not.
+
+    It is done when the chunks stand where they are asked for, in this order.
+    """
+    started = time.perf_counter()
+    view = load_window(engine.store, engine.settings.tenant, window)
+    refuse_other_model(engine, view)
+    returning = pick((*view.evicted, *view.entries), chunks, f"window {window!r}")
+    first = len(view.entries) - len(returning) if at is None else at
+    if first < 0 or view.entries[first : first + len(returning)] != returning:
+        return None
+    return RecallResult(
+        window=view,
+        recalled=returning,
+        patched=(),
+        cascade=cascade_of(engine, returning),
+        vision_calls=0,
+        total_ms=1e3 * (time.perf_counter() - started),
+    )
 
 
 def repair(engine: Engine, recalled: RecallResult) -> RecallResult:

@@ -8,6 +8,8 @@ from engine_setups import QUESTION, first_logits
 from plain_model import kl
 from tiny_models import write_passage
 
+from kamera_cli.errors import UsageError
+
 
 @pytest.fixture
 def engine(open_engine, tmp_path):
@@ -70,3 +72,25 @@ def test_a_chunk_whose_patches_do_not_name_the_recalled_one_is_left_alone(engine
     engine.evict(["3"])
     result = engine.recall(["3"], at=1, repair=True)
     assert result.repaired == (4,) and before(engine)[1] == () and before(engine)[2] == ("1",)
+
+
+def test_an_interrupted_repair_goes_on_when_it_is_asked_for_again(engine, monkeypatch):
+    from kamera_cli.jobs import repair as repairing
+
+    def stopped(*_arguments):
+        raise KeyboardInterrupt
+
+    engine.evict(["1"])
+    with monkeypatch.context() as patched:
+        patched.setattr(repairing, "form_chains", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            engine.recall(["1"], at=2, repair=True)
+    assert before(engine)[4] == ("1", "2", "3")
+    with pytest.raises(UsageError, match="already in window"):
+        engine.recall(["1"], at=1, repair=True)
+    with pytest.raises(UsageError, match="already in window"):
+        engine.recall(["1"], at=2)
+    result = engine.recall(["1"], at=2, repair=True)
+    assert result.repaired[-2:] == (3, 4) and [entry.number for entry in result.recalled] == [1]
+    assert before(engine) == {2: (), 1: ("2",), 3: ("2", "1"), 4: ("2", "1", "3")}
+    assert engine.recall(["1"], at=2, repair=True).repaired == ()

@@ -244,3 +244,26 @@ def test_chunks_go_by_number_name_and_id_prefix(engine):
 def test_a_question_that_the_model_would_read_as_pixels_is_refused(engine, question, compare):
     with pytest.raises(UsageError, match=r"stands for|not valid Unicode"):
         engine.query(question, compare=compare)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"reuse": "patchd"}, {"max_kl": float("nan")}, {"max_kl": -1.0}, {"reuse": None}]
+)
+def test_a_mode_that_there_is_not_never_ends_in_blind_reuse(engine, asked):
+    for request in (lambda: engine.query(QUESTION, chunks=ORDER, **asked), lambda: engine.explain(**asked)):
+        with pytest.raises(UsageError, match=r"--reuse|--max-kl"):
+            request()
+
+
+@pytest.mark.parametrize(
+    "asked", [{"rank": "4"}, {"rank": 2.5}, {"rank": True}, {"factor_dtype": "int2"}, {"budget": "x"}]
+)
+def test_patch_options_of_another_kind_are_refused_before_anything_is_loaded(engine, asked):
+    with pytest.raises(UsageError, match=r"--rank|--dtype|--budget"):
+        engine.compile_patches(ORDER, **asked)
+    assert not list(engine.store.iterate(kind="patch"))
+
+
+def test_a_temperature_that_is_no_number(engine):
+    with pytest.raises(UsageError, match="--temperature"):
+        engine.query(QUESTION, temperature=float("nan"))
