@@ -153,20 +153,23 @@ def _placed(
     """The order that reads the fewest bytes of patches and rebuilds none; the given one where there is none."""
     by_identity = {identity_of(entry): entry for entry in entries}
     bound = AUTO_MAX_KL if max_kl is None and reuse == "auto" else max_kl
-    prices: dict[tuple[Identity, tuple[Identity, ...]], int | None] = {}
+    prices: dict[tuple[bytes, tuple[bytes, ...] | frozenset[bytes]], int | None] = {}
     listing = Listing(library, tuple(by_identity))
 
     def price(chunk: Identity, before: tuple[Identity, ...]) -> int | None:
         if not before:
             return 0
-        if (chunk, before) not in prices:
+        keys = tuple(one.key for one in before)
+        # Only exact patches go by order: what an orbit or pairs give is the same for every order of a set.
+        ordered_by = keys if listing.has_exact(chunk, before) else frozenset(keys)
+        if (chunk.key, ordered_by) not in prices:
             usable = (
                 sum(record.stored_bytes for record in stored.records)
                 for stored in offers(listing, chunk, before)
                 if refusal(stored.offer, reuse, bound) is None
             )
-            prices[chunk, before] = next(usable, None)
-        return prices[chunk, before]
+            prices[chunk.key, ordered_by] = next(usable, None)
+        return prices[chunk.key, ordered_by]
 
     given = tuple(by_identity)
     costs = [price(chunk, given[:index]) for index, chunk in enumerate(given)]

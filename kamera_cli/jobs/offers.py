@@ -36,6 +36,10 @@ class Listing:
         self._patches: dict[tuple, Record | None] = {}
         self._orbits: dict[tuple, tuple[Record, ...]] = {}
 
+    def has_exact(self, chunk: Identity, antecedents: Sequence[Identity]) -> bool:
+        """Whether there is an exact patch for this order."""
+        return (chunk.key, "exact", tuple(one.id for one in antecedents)) in self._stored
+
     def find_patch(self, chunk: Identity, antecedents: Sequence[Identity], kind: str) -> Record | None:
         """See `kamera_cli.library.Library.find_patch`."""
         asked = chunk.key, kind, _named((one.id for one in antecedents), kind)
