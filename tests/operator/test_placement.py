@@ -31,7 +31,9 @@ def test_the_order_is_the_cheapest_of_all(seed):
         for chunk in chunks
         if chunk not in before and rng.random() < 0.7
     }
-    prices = [price for order in itertools.permutations(chunks) if (price := priced(table, order)) is not None]
+    prices = [
+        price for order in itertools.permutations(chunks) if (price := priced(table, order)) is not None
+    ]
     found = best_order(chunks, lambda chunk, before: table.get((chunk, before)))
     if not prices:
         assert found is None
