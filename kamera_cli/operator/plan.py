@@ -108,10 +108,11 @@ def _action(chunk: Wanted, reuse: Reuse, max_kl: float | None) -> Action:
 
 
 def refusal(offer: Offer, reuse: Reuse, max_kl: float | None) -> WhyNot | None:
-    """Why an offer is not used; None when it is good enough."""
+    """Why an offer is not used; None when it is good enough. A composition that was never measured never is."""
     if reuse == "auto" and offer.energy < AUTO_MIN_ENERGY:
         return "low_energy"
-    if max_kl is not None and (offer.kl is None or offer.kl > max_kl):
+    unmeasured = offer.kl is None and (max_kl is not None or offer.kind == "composed")
+    if unmeasured or (max_kl is not None and offer.kl > max_kl):
         return "max_kl"
     return None
 

@@ -29,11 +29,13 @@ def wanted(index: int, states: tuple[str, ...] | None) -> Wanted:
     return Wanted(chunk, 2, tuple(offers))
 
 
-def refused(state: str, max_kl: float | None, reuse: str) -> str | None:
+def refused(state: str, max_kl: float | None, reuse: str, kind: str) -> str | None:
     if state == "thin" and reuse == "auto":
         return "low_energy"
     if max_kl is None and reuse == "auto":
         max_kl = AUTO_MAX_KL
+    if state == "unmeasured" and kind == "composed":
+        return "max_kl"
     over = {"good": 0.01, "bad": 0.5, "unmeasured": float("inf"), "thin": 0.0}[state]
     return "max_kl" if max_kl is not None and over > max_kl else None
 
@@ -48,7 +50,7 @@ def expected(index: int, states: tuple[str, ...] | None, reuse: str, max_kl: flo
     for kind, state in zip(KINDS, states, strict=True):
         if state == "absent":
             continue
-        reason = refused(state, max_kl, reuse)
+        reason = refused(state, max_kl, reuse, kind)
         if reason is None:
             return Action(kind, offer(index, kind, state))
         why_not = why_not or reason
