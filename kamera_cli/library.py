@@ -33,6 +33,29 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
+class NewPatch:
+    """A patch that is to be written.
+
+    Attributes
+    ----------
+    antecedents : sequence of Identity
+        In order for ``exact``; the order does not matter for ``orbit``.
+    meta : Mapping
+        What was measured and asked for.
+    basis : Record or None
+        Given: only U is written, and V is that of this patch of the same orbit.
+    """
+
+    chunk: Record
+    antecedents: Sequence[Identity]
+    kind: str
+    layers: list[LayerPatch]
+    meta: Mapping
+    cost_ms: float
+    basis: Record | None = None
+
+
+@dataclass(frozen=True)
 class Library:
     """Chunks and patches on top of a store.
 
@@ -156,45 +179,21 @@ class Library:
         )
         return (basis, patch) if fits and basis.meta["version"] == patch.meta["version"] else ()
 
-    def put_patches(self, patches: Sequence[Mapping]) -> list[Record]:
-        """Write patches in one transaction; each is given as the keyword arguments of `put_patch`."""
-        items = [self._patch_item(**patch) for patch in patches]
+    def put_patches(self, patches: Sequence[NewPatch]) -> list[Record]:
+        """Write patches in one transaction, each in place of an older one for the same conditioning; their records."""
+        items = [self._item(patch) for patch in patches]
         self.store.put_all(items, replace=True)
         return [self.store.find(item["identity"], tenant=self.tenant) for item in items]
 
-    def put_patch(
-        self,
-        chunk: Record,
-        antecedents: Sequence[Identity],
-        kind: str,
-        layers: list[LayerPatch],
-        *,
-        meta: Mapping,
-        cost_ms: float,
-        basis: Record | None = None,
-    ) -> Record:
-        """Write a patch in place of an older one for the same conditioning; returns its record.
+    def put_patch(self, patch: NewPatch) -> Record:
+        """Write one patch; see `put_patches`."""
+        return self.put_patches([patch])[0]
 
-        With a ``basis`` only U is written: V is that of the given patch of the same orbit.
-        """
-        item = self._patch_item(chunk, antecedents, kind, layers, meta=meta, cost_ms=cost_ms, basis=basis)
-        self.store.put(**item, replace=True)
-        return self.store.find(item["identity"], tenant=self.tenant)
-
-    def _patch_item(
-        self,
-        chunk: Record,
-        antecedents: Sequence[Identity],
-        kind: str,
-        layers: list[LayerPatch],
-        *,
-        meta: Mapping,
-        cost_ms: float,
-        basis: Record | None = None,
-    ) -> dict:
+    def _item(self, new: NewPatch) -> dict:
         """What the store is given of a patch."""
+        chunk, layers, basis = new.chunk, new.layers, new.basis
         of_chunk = Identity("chunk", chunk.key, chunk.digest)
-        identity = self.patch_identity(of_chunk, antecedents, kind)
+        identity = self.patch_identity(of_chunk, new.antecedents, new.kind)
         tensors = []
         for layer, patch in enumerate(layers):
             for name, factors in zip(self.names, (patch.rotary, patch.plain), strict=True):
@@ -207,8 +206,8 @@ class Library:
         )  # fmt: skip
         described = {
             "chunk": of_chunk.id,
-            "antecedents": [antecedent.id for antecedent in antecedents],
-            "kind": kind,
+            "antecedents": [antecedent.id for antecedent in new.antecedents],
+            "kind": new.kind,
             "ranks": [patch.rank for patch in layers],
             "energy": [min(patch.rotary_energy, patch.plain_energy) for patch in layers],
             "energy_weighted": weighted,
@@ -216,7 +215,7 @@ class Library:
             "factors": _described(layers),
             "fingerprint": self.fingerprint,
             **({} if basis is None else {"basis": basis.id, "basis_digest": basis.digest.hex()}),
-            **meta,
+            **new.meta,
         }
         return {
             "identity": identity,
@@ -224,7 +223,7 @@ class Library:
             "unit": chunk.unit,
             "meta": described,
             "tensors": tensors,
-            "cost_ms": cost_ms,
+            "cost_ms": new.cost_ms,
         }
 
     def patch_layers(self, record: Record) -> list[LayerPatch]:

@@ -12,7 +12,7 @@ from kamera_cli.generate import next_token_kl
 from kamera_cli.jobs.measuring import Part, probe_logits
 from kamera_cli.jobs.patches import PatchOptions
 from kamera_cli.jobs.sensitivity import layer_worth
-from kamera_cli.library import Library
+from kamera_cli.library import Library, NewPatch
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.operator.patch import form
@@ -78,9 +78,8 @@ def keep_patches(
     kept: list[str] = []
     for index in range(1, len(records)):
         try:
-            patch = library.put_patch(
-                records[index], identities[:index], "exact", formed[index], meta=measured, cost_ms=cost_ms
-            )
+            new = NewPatch(records[index], identities[:index], "exact", formed[index], measured, cost_ms)
+            patch = library.put_patch(new)
         except (NoRoomError, ReadOnlyError) as error:
             engine.warn(f"{len(kept)} of {len(records) - 1} patches kept: {error}")
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kamera_cli.generate import next_token_kl
@@ -11,7 +12,7 @@ from kamera_cli.jobs.common import Chain, ordered, refuse_other_model, require_r
 from kamera_cli.jobs.conditioned import conditioned
 from kamera_cli.jobs.measuring import Part, probe_logits
 from kamera_cli.jobs.patches import PatchOptions, describe, serves
-from kamera_cli.library import identity_of
+from kamera_cli.library import NewPatch, identity_of
 from kamera_cli.operator.orbit import (
     antecedent_sets,
     check_orbit,
@@ -60,11 +61,13 @@ def compile_orbit(
     orbit = sorted(map(identity_of, entries), key=lambda chunk: chunk.key)
     records = {chunk: require_record(engine.library, chunk, str(numbers[chunk.key])) for chunk in orbit}
     members = [(chunk, of) for chunk in map(identity_of, entries) for of in antecedent_sets(chunk, orbit)]
-    formed, prefill_ms = _found(engine, members, records, options, numbers), 0.0
+    formed = _found(engine, members, records, options, numbers)
+    prefill_ms = measure_ms = 0.0
     if len(formed) < len(members):
-        formed, prefill_ms = _form(engine, members, records, options, numbers)
+        formed, prefill_ms, measure_ms = _form(engine, members, records, options, numbers)
     patches = tuple(formed[member] for member in members)
-    return CompileResult(window, "orbit", patches, prefill_ms, 1e3 * (time.perf_counter() - started))
+    total_ms = 1e3 * (time.perf_counter() - started)
+    return CompileResult(window, "orbit", patches, prefill_ms, total_ms, measure_ms=measure_ms)
 
 
 def _found(
@@ -89,7 +92,8 @@ def _form(
     records: Mapping[Identity, Record],
     options: PatchOptions,
     numbers: dict[bytes, int],
-) -> tuple[dict[Member, FormedPatch], float]:
+) -> tuple[dict[Member, FormedPatch], float, float]:
+    """Patches of every member, and the ms that went into conditioned forwards and into measuring KL."""
     library, runner = engine.library, engine.runner
     engine.progress(Progress("forming orbit patches", 0, len(records), "chunks"))
     started = time.perf_counter()
@@ -110,60 +114,54 @@ def _form(
         patches |= {(chunk, of): layers for of, layers in zip(sets, joint, strict=True)}
         spent[chunk] = 1e3 * (time.perf_counter() - forming) / len(sets)
         engine.progress(Progress("forming orbit patches", done, len(records), "chunks"))
-    formed, basis = {}, {}
+    orbit = _Orbit(engine, records, canonical, after, patches)
+    formed, basis, measure_ms = {}, {}, 0.0
     for chunk, of in members:
-        measured = _measured(engine, (chunk, of), records, canonical, after, patches, options)
-        measured["version"] = _version(patches[chunk, of])
+        measuring = time.perf_counter()
+        kl, kl_blind = orbit.worst_kl(chunk, of, options.probe)
+        measure_ms += 1e3 * (time.perf_counter() - measuring)
+        meta = {"kl": kl, "kl_blind": kl_blind, "probe": options.probe, "request": options.request}
         record = library.put_patch(
-            records[chunk], of, "orbit", patches[chunk, of], meta=measured, basis=basis.get(chunk),
-            cost_ms=spent[chunk] + prefill_ms / len(members),
+            NewPatch(
+                records[chunk], of, "orbit", patches[chunk, of],
+                meta=meta | {"version": _version(patches[chunk, of])},
+                cost_ms=spent[chunk] + prefill_ms / len(members),
+                basis=basis.get(chunk),
+            )
         )  # fmt: skip
         basis.setdefault(chunk, record)
         formed[chunk, of] = describe(record, records[chunk], numbers, "formed", spent[chunk])
-    return formed, prefill_ms
+    return formed, prefill_ms, measure_ms
 
 
-def _measured(
-    engine: Engine,
-    member: Member,
-    records: Mapping[Identity, Record],
-    canonical: Mapping[Identity, list[LayerKV]],
-    after: Mapping[Chain, list[LayerKV]],
-    patches: Mapping[Member, list[LayerPatch]],
-    options: PatchOptions,
-) -> dict:
-    """Next-token KL of canonical KV with and without orbit patches to a prefill: the worst order."""
-    chunk, of = member
-    found = [
-        _kl(engine, (*order, chunk), records, canonical, after, patches, options.probe)
-        for order in measured_orders(of)
-    ]
-    kl, kl_blind = max(found)
-    return {"kl": kl, "kl_blind": kl_blind, "probe": options.probe, "request": options.request}
+@dataclass(frozen=True)
+class _Orbit:
+    """What was formed, in memory: canonical KV per chunk, KV after each chain that was prefilled, patches per set."""
 
+    engine: Engine
+    records: Mapping[Identity, Record]
+    canonical: Mapping[Identity, list[LayerKV]]
+    after: Mapping[Chain, list[LayerKV]]
+    patches: Mapping[Member, list[LayerPatch]]
 
-def _kl(
-    engine: Engine,
-    order: Chain,
-    records: Mapping[Identity, Record],
-    canonical: Mapping[Identity, list[LayerKV]],
-    after: Mapping[Chain, list[LayerKV]],
-    patches: Mapping[Member, list[LayerPatch]],
-    question: str,
-) -> tuple[float, float]:
-    """After the last chunk of an order: KL with orbit patches throughout, and with none."""
-    runner, library = engine.runner, engine.library
-    arms: dict[str, list[Part]] = {"exact": [], "patched": [], "blind": []}
-    for index, link in enumerate(order):
-        segment, alone = library.segment(records[link]), canonical[link]
-        before = tuple(sorted(order[:index], key=lambda one: one.key))
-        arms["exact"].append(Part(segment, after[order[: index + 1]] if index else alone))
-        arms["patched"].append(Part(segment, alone, patches[link, before] if index else None))
-        arms["blind"].append(Part(segment, alone))
-    probe = runner.question_ids(question)
-    front = Part(runner.preamble, runner.preamble_layers)
-    logits = {name: probe_logits(runner, [front, *parts], probe) for name, parts in arms.items()}
-    return next_token_kl(logits["exact"], logits["patched"]), next_token_kl(logits["exact"], logits["blind"])
+    def worst_kl(self, chunk: Identity, of: Chain, question: str) -> tuple[float, float]:
+        """Largest next-token KL over the measured orders of a set, with orbit patches and, in that order, without."""
+        return max(self._kl((*order, chunk), question) for order in measured_orders(of))
+
+    def _kl(self, order: Chain, question: str) -> tuple[float, float]:
+        """After the last chunk of an order, to its prefill: KL with orbit patches throughout, and with none."""
+        runner, library = self.engine.runner, self.engine.library
+        arms: dict[str, list[Part]] = {"exact": [], "patched": [], "blind": []}
+        for index, link in enumerate(order):
+            segment, alone = library.segment(self.records[link]), self.canonical[link]
+            before = tuple(sorted(order[:index], key=lambda one: one.key))
+            arms["exact"].append(Part(segment, self.after[order[: index + 1]] if index else alone))
+            arms["patched"].append(Part(segment, alone, self.patches[link, before] if index else None))
+            arms["blind"].append(Part(segment, alone))
+        probe = runner.question_ids(question)
+        front = Part(runner.preamble, runner.preamble_layers)
+        logits = {name: probe_logits(runner, [front, *parts], probe) for name, parts in arms.items()}
+        return tuple(next_token_kl(logits["exact"], logits[name]) for name in ("patched", "blind"))
 
 
 def _version(layers: Sequence[LayerPatch]) -> str:

@@ -21,7 +21,7 @@ from kamera_cli.jobs.common import (
 from kamera_cli.jobs.conditioned import Prefilled, count_branches, each_branch
 from kamera_cli.jobs.measuring import Part, assembled, places_of
 from kamera_cli.jobs.sensitivity import layer_worth
-from kamera_cli.library import Library
+from kamera_cli.library import Library, NewPatch
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.scoring import logits_after_each
@@ -207,14 +207,14 @@ class _Forming:
             spent.append(1e3 * (time.perf_counter() - started))
         wanted = [index for index in range(len(branch.links)) if branch.chain(index) in self._wanted]
         patches = [
-            {
-                "chunk": branch.records[index],
-                "antecedents": branch.chain(index)[:-1],
-                "kind": "exact",
-                "layers": self._parts[len(branch.chain(index))].patch,
-                "meta": measured,
-                "cost_ms": spent[index] + branch.prefill_ms / len(branch.links),
-            }
+            NewPatch(
+                branch.records[index],
+                branch.chain(index)[:-1],
+                "exact",
+                self._parts[len(branch.chain(index))].patch,
+                meta=measured,
+                cost_ms=spent[index] + branch.prefill_ms / len(branch.links),
+            )
             for index, measured in zip(wanted, self._measured(branch, wanted), strict=True)
         ]
         started = time.perf_counter()

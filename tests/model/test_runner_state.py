@@ -125,6 +125,8 @@ def test_a_capture_does_not_hear_another_threads_forward(runners):
     wrong: list[int] = []
     start = threading.Barrier(len(texts))
 
+    finished: list[int] = []
+
     def work(index: int) -> None:
         start.wait()
         for _ in range(15):
@@ -132,10 +134,11 @@ def test_a_capture_does_not_hear_another_threads_forward(runners):
             for ours, theirs in zip(found[1], expected[index][1], strict=True):
                 if not (torch.equal(ours.rotary, theirs.rotary) and torch.equal(ours.plain, theirs.plain)):
                     wrong.append(index)
+        finished.append(index)
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(texts))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert not wrong and sorted(finished) == [0, 1, 2, 3]
