@@ -215,7 +215,7 @@ def test_a_full_store_costs_the_patches_and_no_answer(open_engine, filled, monke
     def full(*_args, **_kwargs):
         raise NoRoomError(1000, 10)
 
-    monkeypatch.setattr(KVStore, "put", full)
+    monkeypatch.setattr(KVStore, "check_room", full)
     result = engine.query(QUESTION, chunks=["2", "3", "1"], max_new_tokens=NUM_NEW)
     assert result.answer == expected and result.patches_kept == ()
     assert any("no room" in note for note in notes)
