@@ -36,7 +36,7 @@ ONLY_IN = {
     "typer": ("kamera_cli/app.py", "kamera_cli/commands/"),
     "rich": ("kamera_cli/output.py", "kamera_cli/text.py", "kamera_cli/progress.py", "kamera_cli/commands/"),
     "transformers": ("kamera_cli/model/",),
-    "lmdb": ("store/kamera_store/environment.py",),
+    "lmdb": ("store/kamera_store/binding.py",),
     "zstandard": ("store/kamera_store/codec.py",),
     "pickle": (),
     "dill": (),

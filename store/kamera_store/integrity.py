@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import ledger, payload, probe, rows, states
+from . import compaction, ledger, payload, probe, rows, states
 from .errors import (
     DamagedError,
     FormatVersionError,
@@ -246,4 +246,4 @@ def compact(store: KVStore) -> CompactReport:
     ReadOnlyError
         If the store is open for reading only.
     """
-    return CompactReport(*store._env.replace_by_compact_copy())
+    return CompactReport(*compaction.replace_by_compact_copy(store._env))

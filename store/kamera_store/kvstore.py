@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import eviction, ledger, rows, states
+from . import eviction, ledger, rows, sharing, states
 from .environment import Environment
 from .errors import (
     DamagedError,
@@ -98,9 +98,7 @@ class KVStore:
         """
         if quota_bytes is not None and quota_bytes < _MIN_QUOTA_BYTES:
             raise ValueError(f"quota of {quota_bytes} bytes, at least {_MIN_QUOTA_BYTES} are needed")
-        env = Environment.acquire(
-            path, create=create and not read_only, read_only=read_only, map_bytes=map_bytes
-        )
+        env = sharing.acquire(path, create=create and not read_only, read_only=read_only, map_bytes=map_bytes)
         store = cls(env, read_only)
         try:
             store._settle_quota(quota_bytes)
@@ -113,7 +111,7 @@ class KVStore:
         """Give the store back. The last handle of the process closes the data file."""
         if not self._closed:
             self._closed = True
-            self._env.release()
+            sharing.release(self._env)
 
     def __enter__(self) -> KVStore:
         return self

@@ -16,8 +16,8 @@ from kamera_store import (
     FormatVersionError,
     KVStore,
     UnsupportedDtypeError,
+    binding,
 )
-from kamera_store import environment as environment_module
 
 NUM_FLIPS = int(os.environ.get("KAMERA_TEST_FLIPS", "10000"))
 
@@ -50,7 +50,7 @@ def quick_commits(monkeypatch):
     def open_without_sync(*args, **kw):
         return real(*args, **kw, sync=False)
 
-    monkeypatch.setattr(environment_module.lmdb, "open", open_without_sync)
+    monkeypatch.setattr(binding.lmdb, "open", open_without_sync)
 
 
 def answers(store, kit, table, key, idents) -> str | None:

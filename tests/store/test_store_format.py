@@ -149,7 +149,7 @@ def test_encoding_of_the_text_gives_the_key_of_the_example():
 
 
 def test_the_text_names_the_current_version_and_every_dtype():
-    from kamera_store.environment import FORMAT_VERSION
+    from kamera_store.binding import FORMAT_VERSION
     from kamera_store.records import ITEM_BYTES
 
     assert f"Version {FORMAT_VERSION}." in TEXT and VERSION == FORMAT_VERSION

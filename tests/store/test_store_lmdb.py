@@ -16,7 +16,8 @@ from kamera_store import (
     StoreBusyError,
     StoreDamagedError,
     StoreRefusedError,
-    environment,
+    binding,
+    compaction,
     guard,
 )
 
@@ -140,7 +141,7 @@ def test_compact_is_refused_while_another_process_has_the_store(folder, kit, spa
 def test_compact_checks_the_disk_for_the_copy(store, kit, monkeypatch):
     kit.put_chunk(store, 1)
     usage = shutil.disk_usage(store.path)
-    monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(compaction.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(NoRoomError, match="compact"):
         store.compact()
     monkeypatch.undo()
@@ -189,7 +190,7 @@ def test_missing_locks_are_refused_and_never_switched_off(folder, monkeypatch, e
         asked.append(kw)
         raise error
 
-    monkeypatch.setattr(environment.lmdb, "open", refuse)
+    monkeypatch.setattr(binding.lmdb, "open", refuse)
     with pytest.raises(StoreRefusedError, match="KAMERA_STORE") as caught:
         KVStore.open(folder)
     assert "\n" not in str(caught.value)

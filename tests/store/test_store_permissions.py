@@ -22,17 +22,17 @@ def usual_umask():
 
 
 def test_everything_is_private_from_creation_on(tmp_path, kit, monkeypatch):
-    from kamera_store import environment
+    from kamera_store import binding
 
     seen = []
-    real = environment.lmdb.open
+    real = binding.lmdb.open
 
     def looking(path, *args, **kw):
         env = real(path, *args, **kw)
         seen.append(modes(tmp_path / "deep" / "store"))
         return env
 
-    monkeypatch.setattr(environment.lmdb, "open", looking)
+    monkeypatch.setattr(binding.lmdb, "open", looking)
     folder = tmp_path / "deep" / "store"
     with KVStore.open(folder) as store:
         kit.put_chunk(store, 1)
