@@ -1,33 +1,25 @@
-"""The store's face: put, find, read, iterate, state, quota and eviction."""
+"""The store's face, one documented method for each thing it does; how it is done stands in the module behind it.
+
+Finding is `lookup`, reading `payload`, writing `writing`, room and quota `room`, deleting `deletion`, small mutable
+values `states`, checks of everything `integrity`; every transaction comes from `environment`.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import eviction, ledger, rows, sharing, states
+from . import deletion, eviction, ledger, lookup, room, sharing, states
 from .environment import Environment
-from .errors import (
-    DamagedError,
-    DamagedRecordWarning,
-    FormatVersionError,
-    IdentityWarning,
-    NoRoomError,
-    ReadOnlyError,
-    UnsupportedDtypeError,
-)
+from .errors import ReadOnlyError
 from .eviction import EvictionPlan
-from .header import decode_header, header_checksum
+from .header import header_checksum
 from .keys import Identity
 from .records import Record, TensorBytes, TensorInfo
-from .room import DEFAULT_QUOTA_BYTES, QUOTA_KEY, plan_room, quota_of, reserve, stored_quota
-from .segments import needed_bytes
 from .states import State
 from .stats import Stats, gather
 from .transaction import Transaction
@@ -36,18 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from .integrity import CompactReport, VerifyReport
-    from .payload import FetchedLayer, Prepared
-
-_DISK_SHARE = 0.8
-_PULSE_KEY = b"pulse"
-_MIN_QUOTA_BYTES = 1 << 20
-_BATCH = 256
-_ROOM_TRIES = 3
-_UNREADABLE = (DamagedError, FormatVersionError, UnsupportedDtypeError)
-
-
-class _ShortageError(Exception):
-    """A write found too little room in its own transaction, which is given up."""
+    from .payload import FetchedLayer
 
 
 class KVStore:
@@ -96,8 +77,8 @@ class KVStore:
         NotAStoreError, StoreRefusedError, StoreDamagedError, FormatVersionError
             If the folder, its surroundings or its data file do not allow it.
         """
-        if quota_bytes is not None and quota_bytes < _MIN_QUOTA_BYTES:
-            raise ValueError(f"quota of {quota_bytes} bytes, at least {_MIN_QUOTA_BYTES} are needed")
+        if quota_bytes is not None:
+            room.require_quota(quota_bytes)
         env = sharing.acquire(path, create=create and not read_only, read_only=read_only, map_bytes=map_bytes)
         store = cls(env, read_only)
         try:
@@ -130,34 +111,32 @@ class KVStore:
     def quota_bytes(self) -> int:
         """The limit that is in force now, in bytes."""
         with self._env.read() as txn:
-            return quota_of(txn)
+            return room.quota_of(txn)
 
     def set_quota(self, quota_bytes: int) -> None:
         """Change the limit for every process. Nothing is evicted before the next write."""
-        if quota_bytes < _MIN_QUOTA_BYTES:
-            raise ValueError(f"quota of {quota_bytes} bytes, at least {_MIN_QUOTA_BYTES} are needed")
-        row = rows.close_row("format", QUOTA_KEY, str(int(quota_bytes)).encode())
-        self._write(lambda txn: txn.put("format", QUOTA_KEY, row))
+        room.require_quota(quota_bytes)
+        self._write(lambda txn: room.store_quota(txn, quota_bytes))
 
     def _settle_quota(self, wanted: int | None) -> None:
         if self.read_only:
             return
         with self._env.read() as txn:
-            stored = stored_quota(txn)
+            stored = room.stored_quota(txn)
         if stored is None and wanted is None:
-            wanted = max(
-                _MIN_QUOTA_BYTES,
-                min(DEFAULT_QUOTA_BYTES, int(shutil.disk_usage(self.path).free * _DISK_SHARE)),
-            )
+            wanted = room.quota_for_disk(self.path)
         if wanted is not None and wanted != stored:
             self.set_quota(wanted)
 
-    def _write(self, action: Callable[[Transaction], Any]) -> Any:
+    def _require_writable(self) -> None:
         if self.read_only:
             raise ReadOnlyError(f"store {self.path} is open for reading only")
+
+    def _write(self, action: Callable[[Transaction], Any]) -> Any:
+        self._require_writable()
         return self._env.write(action)
 
-    # Records
+    # Writing
 
     def put(
         self,
@@ -203,29 +182,13 @@ class KVStore:
             If quota or disk have no room even after evicting what may go.
         ReadOnlyError, ValueError, UnsupportedDtypeError
         """
-        from . import payload
+        from . import writing
 
-        if self.read_only:
-            raise ReadOnlyError(f"store {self.path} is open for reading only")
-        with self._env.read() as txn:
-            if self._stands(txn, identity, tenant, replace):
-                return False
-        items = list(tensors)
-        self.check_room(sum(tensor.raw_bytes for tensor in items))
-        prepared = payload.prepare(
-            identity, tenant=tenant, unit=unit, meta=meta, tensors=items, cost_ms=cost_ms, created_s=created_s
-        )
-        for _ in range(_ROOM_TRIES):
-            try:
-                return self._write(lambda txn: self._put_in(txn, prepared, replace))
-            except _ShortageError:
-                # Evicted in a transaction of its own: the next one but one can use the pages again.
-                pass
-            with self._env.read() as txn:
-                plan = plan_room(txn, prepared)
-            self.evict(plan)
-        # Others took the room each time: evict and write at once, and let the file grow by one record.
-        return self._write(lambda txn: self._put_in(txn, prepared, replace, evicting=True))
+        item = {
+            "identity": identity, "tenant": tenant, "unit": unit, "meta": meta, "tensors": tensors,
+            "cost_ms": cost_ms, "created_s": created_s,
+        }  # fmt: skip
+        return writing.put(self, item, replace=replace)
 
     def put_all(self, items: Sequence[Mapping[str, Any]], *, replace: bool = False) -> None:
         """Store several records in one transaction, all of them or none; one by one where the room is short.
@@ -240,54 +203,9 @@ class KVStore:
         NoRoomError
             As `put`; the records before it then stay.
         """
-        from . import payload
+        from . import writing
 
-        if self.read_only:
-            raise ReadOnlyError(f"store {self.path} is open for reading only")
-        prepared = []
-        for item in items:
-            named = {"created_s": None, **item, "tensors": list(item["tensors"])}
-            self.check_room(sum(tensor.raw_bytes for tensor in named["tensors"]))
-            prepared.append(payload.prepare(named.pop("identity"), **named))
-        try:
-            self._write(lambda txn: [self._put_in(txn, one, replace) for one in prepared])
-        except _ShortageError:
-            for item in items:
-                self.put(**item, replace=replace)
-
-    def _put_in(self, txn: Transaction, prepared: Prepared, replace: bool, evicting: bool = False) -> bool:
-        from . import payload
-
-        record = prepared.record
-        if self._stands(txn, Identity(record.kind, record.key, record.digest), record.tenant, replace):
-            return False
-        ledger.remove(txn, record.key)
-        if evicting:
-            for key in plan_room(txn, prepared).keys:
-                ledger.remove(txn, key)
-        used, quota = txn.used_bytes(), quota_of(txn)
-        if not evicting and used + prepared.needed_bytes > quota - reserve(quota):
-            raise _ShortageError
-        payload.write(txn, prepared, time.time())
-        return True
-
-    def _stands(self, txn: Transaction, identity: Identity, tenant: str, replace: bool) -> bool:
-        """Whether the key is taken for good: by other content, or by this one if it is not to be replaced."""
-        from . import payload
-
-        header = txn.get("records", identity.key)
-        if header is None:
-            return False
-        try:
-            record = decode_header(identity.key, header)
-            if _same(record, identity, tenant):
-                if replace:
-                    return False
-                payload.require_sound(txn, record)
-        except (DamagedError, UnsupportedDtypeError) as error:
-            warnings.warn(f"{error}; written again", DamagedRecordWarning, stacklevel=4)
-            return False
-        return True
+        writing.put_all(self, items, replace=replace)
 
     def check_room(self, raw_bytes: int) -> None:
         """Refuse before any encoding what cannot fit even when everything evictable went.
@@ -302,16 +220,9 @@ class KVStore:
         NoRoomError
             If quota or disk are too small.
         """
-        needed = needed_bytes(raw_bytes, 4096)
-        with self._env.read() as txn:
-            quota, used = quota_of(txn), txn.used_bytes()
-        limit = quota - reserve(quota)
-        if needed > limit:
-            raise NoRoomError(needed, limit)
-        inside = max(0, self._env.file_bytes() - used)
-        free = shutil.disk_usage(self.path).free
-        if needed > free + inside and used + needed <= limit:
-            raise NoRoomError(needed, free + inside, "disk")
+        room.check_room(self._env, raw_bytes)
+
+    # Finding
 
     def find(self, identity: Identity, *, tenant: str) -> Record | None:
         """The record of this content for this tenant, or None.
@@ -326,30 +237,34 @@ class KVStore:
             If a newer program wrote it.
         """
         with self._env.read() as txn:
-            header = txn.get("records", identity.key)
-            record = None if header is None else decode_header(identity.key, header)
-        return record if record is not None and _same(record, identity, tenant) else None
+            record = lookup.under(txn, identity.key)
+        return record if record is not None and lookup.is_same(record, identity, tenant) else None
 
     def get(self, key: bytes) -> Record | None:
         """The record under a key whoever owns it, or None; raises as `find`."""
         with self._env.read() as txn:
-            header = txn.get("records", bytes(key))
-            return None if header is None else decode_header(bytes(key), header)
+            return lookup.under(txn, bytes(key))
 
     def resolve(self, prefix: str, kind: str | None = None, tenant: str | None = None) -> list[Record]:
         """Records whose id begins with a hex prefix, in id order; damaged ones are skipped with a warning."""
-        text = prefix.lower()
-        if len(text) > 32 or any(character not in "0123456789abcdef" for character in text):
-            return []
-        whole = bytes.fromhex(text[: len(text) // 2 * 2])
-        found = []
         with self._env.read() as txn:
-            for key, header in txn.scan("records", whole):
-                if key.hex().startswith(text):
-                    record = _or_warn(key, header)
-                    if record is not None and _matches(record, kind, tenant):
-                        found.append(record)
-        return found
+            return lookup.resolve(txn, prefix, kind, tenant)
+
+    def iterate(self, kind: str | None = None, tenant: str | None = None) -> Iterator[Record]:
+        """All sound records in id order, in short transactions; damaged ones are skipped with a warning."""
+        return lookup.iterate(self._env, kind, tenant)
+
+    def patches_of(self, chunk_key: bytes, tenant: str | None = None) -> list[Record]:
+        """Patches of a chunk."""
+        with self._env.read() as txn:
+            return lookup.linked(txn, ledger.CHUNK, bytes(chunk_key), tenant)
+
+    def patches_naming(self, antecedent_key: bytes, tenant: str | None = None) -> list[Record]:
+        """Patches that have a chunk among their antecedents."""
+        with self._env.read() as txn:
+            return lookup.linked(txn, ledger.ANTECEDENT, bytes(antecedent_key), tenant)
+
+    # Reading
 
     def read(
         self, record: Record, wanted: Iterable[tuple[str, int]] | None = None
@@ -422,41 +337,7 @@ class KVStore:
                 key: None if header is None else header_checksum(header) for key, header in headers.items()
             }
 
-    def iterate(self, kind: str | None = None, tenant: str | None = None) -> Iterator[Record]:
-        """All sound records in id order, in short transactions; damaged ones are skipped with a warning."""
-        start = b""
-        while True:
-            batch = []
-            with self._env.read() as txn:
-                for key, header in txn.scan("records", start=start):
-                    batch.append((key, bytes(header)))
-                    if len(batch) == _BATCH:
-                        break
-            for key, header in batch:
-                record = _or_warn(key, header)
-                if record is not None and _matches(record, kind, tenant):
-                    yield record
-            if len(batch) < _BATCH:
-                return
-            start = batch[-1][0] + b"\0"
-
-    def patches_of(self, chunk_key: bytes, tenant: str | None = None) -> list[Record]:
-        """Patches of a chunk."""
-        return self._linked(ledger.CHUNK, chunk_key, tenant)
-
-    def patches_naming(self, antecedent_key: bytes, tenant: str | None = None) -> list[Record]:
-        """Patches that have a chunk among their antecedents."""
-        return self._linked(ledger.ANTECEDENT, antecedent_key, tenant)
-
-    def _linked(self, role: bytes, target: bytes, tenant: str | None) -> list[Record]:
-        found = []
-        with self._env.read() as txn:
-            for key in ledger.linked(txn, role, bytes(target)):
-                header = txn.get("records", key)
-                record = None if header is None else _or_warn(key, header)
-                if record is not None and _matches(record, "patch", tenant):
-                    found.append(record)
-        return found
+    # Use and deletion
 
     def touch(self, keys: Iterable[bytes], now_s: float | None = None) -> None:
         """Stamp records as used now; does nothing on a read-only store."""
@@ -468,23 +349,7 @@ class KVStore:
     def delete(self, keys: Iterable[bytes]) -> int:
         """Delete records, sound or damaged, in one transaction; bytes freed inside the data file."""
         listed = [bytes(key) for key in keys]
-
-        return self._remove(lambda txn: listed) if listed else 0
-
-    def _remove(self, choose: Callable[[Transaction], Iterable[bytes]]) -> int:
-        """Delete the records that `choose` names inside the transaction; bytes freed, as the ledger counts them."""
-
-        def action(txn: Transaction) -> int:
-            before, counted = txn.used_bytes(), 0
-            for key in choose(txn):
-                counted += ledger.stored_bytes_of(txn, key)
-                ledger.remove(txn, key)
-            return max(counted, before - txn.used_bytes())
-
-        freed = self._write(action)
-        if freed:
-            self._pulse()
-        return freed
+        return deletion.remove(self, lambda txn: listed) if listed else 0
 
     def delete_unit(self, tenant: str, unit: str) -> int:
         """Delete a media unit with the patches of its chunks; bytes freed."""
@@ -494,14 +359,9 @@ class KVStore:
         return 0
 
     def _pulse(self) -> None:
-        """A small commit: pages freed by the last transaction can be used only after another one."""
+        self._write(deletion.pulse)
 
-        def action(txn: Transaction) -> None:
-            txn.put("format", _PULSE_KEY, rows.close_row("format", _PULSE_KEY, str(txn.id).encode()))
-
-        self._write(action)
-
-    # State
+    # Small values with a version
 
     def get_state(self, space: str, name: str) -> State | None:
         """A state's value and version, or None; raises DamagedError if its bytes are not what was written."""
@@ -532,7 +392,7 @@ class KVStore:
         with self._env.read() as txn:
             return states.names(txn, space)
 
-    # Quota, eviction, care
+    # Eviction and care
 
     def pins(self) -> frozenset[bytes]:
         """Keys of the chunks that windows see."""
@@ -547,7 +407,7 @@ class KVStore:
     def stats(self) -> Stats:
         """Counts and bytes by kind and tenant, and the room inside and outside the data file."""
         with self._env.read() as txn:
-            return gather(txn, self._env.file_bytes(), self._env.map_bytes(), quota_of(txn))
+            return gather(txn, self._env.file_bytes(), self._env.map_bytes(), room.quota_of(txn))
 
     def plan_eviction(
         self,
@@ -574,13 +434,7 @@ class KVStore:
 
     def evict(self, plan: EvictionPlan) -> int:
         """Carry out a plan; bytes freed inside the data file. Units that a window took up meanwhile stay."""
-
-        def choose(txn: Transaction) -> list[bytes]:
-            pinned = states.pinned(txn)
-            units = [dropped.unit for dropped in plan.units if pinned.isdisjoint(dropped.unit.keys)]
-            return [key for unit in units for key in unit.keys]
-
-        return self._remove(choose) if plan.units else 0
+        return deletion.remove(self, lambda txn: deletion.still_evictable(txn, plan)) if plan.units else 0
 
     def verify(
         self, *, on_progress: Callable[[int, int], None] | None = None, quarantine: bool = True
@@ -595,28 +449,3 @@ class KVStore:
         from .integrity import compact
 
         return compact(self)
-
-
-def _matches(record: Record, kind: str | None, tenant: str | None) -> bool:
-    return (kind is None or record.kind == kind) and (tenant is None or record.tenant == tenant)
-
-
-def _same(record: Record, identity: Identity, tenant: str) -> bool:
-    """Whether a record found under an identity's key is that identity, for that tenant."""
-    if record.digest != identity.digest or record.kind != identity.kind:
-        warnings.warn(
-            f"entry {record.short_id} holds another content (SHA-256 {record.digest.hex()[:16]}, "
-            f"asked for {identity.digest.hex()[:16]}); counted as a miss",
-            IdentityWarning,
-            stacklevel=4,
-        )
-        return False
-    return record.tenant == tenant
-
-
-def _or_warn(key: bytes, header: bytes | memoryview) -> Record | None:
-    try:
-        return decode_header(key, header)
-    except _UNREADABLE as error:
-        warnings.warn(f"{error}; skipped", DamagedRecordWarning, stacklevel=3)
-        return None

@@ -248,9 +248,9 @@ def test_full_disk_is_no_room_and_loses_nothing(folder, kit):
 def test_little_disk_is_refused_before_encoding(store, kit, monkeypatch):
     import shutil
 
-    from kamera_store import kvstore
+    from kamera_store import room
 
     usage = shutil.disk_usage(store.path)
-    monkeypatch.setattr(kvstore.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
     with pytest.raises(NoRoomError, match="disk"):
         kit.put_chunk(store, 1, tensors=[kit.noise(1_000_000)])
