@@ -18,6 +18,7 @@ __all__ = ["SUITES", "BenchOptions", "BenchResult", "run"]
 SUITES = {
     "ttft": "time to first token: full re-encode, re-prefill, patched and blind, over context length",
     "fidelity": "accuracy, KL and bytes of re-prefill, blind reuse, patches of several ranks and other methods",
+    "memory": "bytes of patches against accuracy and KL, formed and written as compile-patches does",
     "deficit": "what blind reuse loses: in which layers, over how many tokens, in how many directions",
     "orbit": "patches for every order of a set against one per order: accuracy, KL and bytes",
     "slide": "what a window still knows of a chunk that has left it, and after it was recalled",
@@ -41,7 +42,7 @@ class BenchOptions:
     geometry : str or None
         Shape of the model in the timing suite; None is ``tiny``, the model of the settings as it is.
     episodes : int or None
-        Episodes of the fidelity suite; None is 100.
+        Of each suite that draws them; None for its own number.
     seed : int
         Of episodes, orders and random weights.
     """

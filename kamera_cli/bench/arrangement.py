@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 
+from kamera_cli.jobs.patches import PatchOptions
 from kamera_cli.model.compat import DynamicCache, fill_cache
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.operator.patch import LayerPatch, factorise, form, residual
+from kamera_cli.operator.ranks import Worth
 
 
 @dataclass(frozen=True)
@@ -111,19 +114,38 @@ class Arrangement:
         )
         return assemble(self.runner.family, layers, self.positions, rank)
 
-    def patches(self, rank: int, *, of_first: bool = False) -> list[list[LayerPatch] | None]:
+    def patches(
+        self, rank: int | Literal["auto"], *, of_first: bool = False, worth: Worth | None = None
+    ) -> list[list[LayerPatch] | None]:
         """Exact-order patches of every chunk after the first, factors in the product's own dtype.
 
         Parameters
         ----------
+        rank, worth
+            As in `patch`.
         of_first : bool
             Also of the first one, which needs it when the canonical KV was captured without the preamble.
         """
         skipped = 0 if of_first else 1
         return [None] * skipped + [
-            form(after, alone, rank=min(rank, after[0].rotary.shape[0]), energy=1.0)
-            for after, alone in zip(self.conditioned[skipped:], self.canonical[skipped:], strict=True)
+            self.patch(place, rank, worth=worth) for place in range(skipped, len(self.segments))
         ]
+
+    def patch(
+        self, place: int, rank: int | Literal["auto"], *, worth: Worth | None = None
+    ) -> list[LayerPatch]:
+        """The exact-order patch of the chunk at a place, -1 for the last one.
+
+        Parameters
+        ----------
+        rank : int or "auto"
+            A number above the chunk's tokens counts as these; ``auto`` as ``compile-patches`` chooses it by default.
+        worth : Worth or None
+            What the layers are worth, for ``auto``.
+        """
+        after, alone = self.conditioned[place], self.canonical[place]
+        capped = rank if rank == "auto" else min(rank, after[0].rotary.shape[0])
+        return form(after, alone, rank=capped, energy=PatchOptions().energy, worth=worth)
 
     def bare(self) -> Arrangement:
         """The same chunks with canonical KV captured at position 0 without a preamble in front."""

@@ -43,7 +43,7 @@ def draw(chart: Chart, path: Path) -> None:
     with matplotlib.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(7.2, 4.2), dpi=150)
         try:
-            (_stack if chart.kind == "stack" else _lines)(axes, chart)
+            {"line": _lines, "stack": _stack, "bars": _bars}[chart.kind](axes, chart)
             axes.set_title(chart.title, loc="left", fontsize=12, pad=12)
             axes.spines[["top", "right"]].set_visible(False)
             axes.spines[["left", "bottom"]].set_color(_INK)
@@ -68,8 +68,12 @@ def _lines(axes, chart: Chart) -> None:
     if chart.x_log:
         axes.set_xscale("log", base=2)
         axes.minorticks_off()
-    if chart.x_log or len(x) <= _MOST_TICKS:
+    if all(value == int(value) for value in x) and (chart.x_log or len(x) <= _MOST_TICKS):
         axes.set_xticks(x, [f"{value:,.0f}" for value in x])
+    elif chart.x_log:
+        from matplotlib.ticker import FuncFormatter
+
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:,g}"))
     if chart.y_log:
         from matplotlib.ticker import FuncFormatter, LogLocator
 
@@ -102,3 +106,19 @@ def _stack(axes, chart: Chart) -> None:
     axes.set_xlabel(chart.y_label)
     axes.grid(axis="x", color=_FAINT, linewidth=0.7)
     axes.legend(frameon=False, fontsize=9, loc="lower right")
+
+
+def _bars(axes, chart: Chart) -> None:
+    """Horizontal bars beside each other, one per x position and series; names as in `_stack`."""
+    names = [name.strip() for name in chart.x_label.split(",")]
+    height = 0.8 / len(chart.series)
+    for index, series in enumerate(chart.series):
+        places = [place + (index - (len(chart.series) - 1) / 2) * height for place in series.x]
+        axes.barh(
+            places, series.y, color=_COLOURS[index % len(_COLOURS)], label=series.name, height=0.9 * height
+        )
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(chart.y_label)
+    axes.grid(axis="x", color=_FAINT, linewidth=0.7)
+    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.4, -0.13), ncols=2)

@@ -18,17 +18,14 @@ from kamera_cli.bench.episodes import GROUPS, Task, tasks
 from kamera_cli.bench.fidelity_report import BLIND, REFERENCE, Arm, Totals, patch_name, report
 from kamera_cli.bench.results import SuiteResult
 from kamera_cli.bench.rivals import chosen
+from kamera_cli.bench.sizes import of_factors, of_layer
 from kamera_cli.engine import Engine
 from kamera_cli.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache
-from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.scoring import is_greedy_match, score
-from kamera_cli.operator.patch import Factors, LayerPatch, residual
-from kamera_cli.operator.quantise import as_written
+from kamera_cli.operator.patch import LayerPatch, residual
 from kamera_cli.results import Progress
 from kamera_cli.settings import Settings
-from kamera_store import codec
-from kamera_store.tensors import to_bytes
 
 if TYPE_CHECKING:
     from kamera_cli.bench import BenchOptions
@@ -127,29 +124,15 @@ def _count(
         totals.num_tokens += canonical[0].rotary.shape[0]
         totals.width = canonical[0].rotary[0].numel()
         for alone, after, factors in zip(canonical, conditioned, patch, strict=True):
-            raw, stored = _bytes_of_layer(alone)
-            totals.kv_raw_bytes += raw
-            totals.kv_stored_bytes += stored
+            size = of_layer(alone)
+            totals.kv_raw_bytes += size.raw
+            totals.kv_stored_bytes += size.stored
             totals.delta += float(residual(after.rotary, alone.rotary).square().sum())
             totals.delta += float(residual(after.plain, alone.plain).square().sum())
             for rank in ranks:
                 arm = arms[patch_name(rank)]
                 for part in (factors.rotary.at_rank(rank), factors.plain.at_rank(rank)):
-                    raw, stored = _bytes_of_factors(part)
-                    arm.raw_bytes += raw
-                    arm.stored_bytes += stored
+                    size = of_factors(part)
+                    arm.raw_bytes += size.raw
+                    arm.stored_bytes += size.stored
                     arm.captured += float(part.u.float().square().sum())
-
-
-def _bytes_of_layer(layer: LayerKV) -> tuple[int, int]:
-    return _bytes((layer.rotary, layer.plain))
-
-
-def _bytes_of_factors(factors: Factors) -> tuple[int, int]:
-    return _bytes(as_written(rows, factors.bits) for rows in (factors.u, factors.v))
-
-
-def _bytes(tensors) -> tuple[int, int]:
-    """Raw bytes, and bytes as the store writes them."""
-    parts = [to_bytes("part", tensor) for tensor in tensors]
-    return sum(part.raw_bytes for part in parts), sum(codec.encode(part).stored_bytes for part in parts)

@@ -47,6 +47,9 @@ class Chart:
         One or two sentences that say what is seen.
     levels : tuple of (str, float)
         Horizontal reference lines.
+    kind : {"line", "stack", "bars"}
+        ``stack`` and ``bars`` draw a bar per x position, which ``x_label`` names, separated by commas: the series one
+        behind the other, or beside each other.
     """
 
     name: str
@@ -58,7 +61,7 @@ class Chart:
     x_log: bool = False
     y_log: bool = False
     levels: tuple[tuple[str, float], ...] = ()
-    kind: Literal["line", "stack"] = "line"
+    kind: Literal["line", "stack", "bars"] = "line"
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,16 @@ in from it. Then it comes back at the end, conditioned on what now stands before
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kamera_cli.bench.episodes import Encoded, encoded_episodes, forced, group_of, shuffled
-from kamera_cli.bench.results import SuiteResult, Table
-from kamera_cli.bench.shares import Share
+from kamera_cli.bench.forming import AS_COMPILED, Learner
+from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
+from kamera_cli.bench.shares import Share, mean, percentile
 from kamera_cli.engine import Engine
 from kamera_cli.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache
@@ -33,6 +35,9 @@ GROUPS = {
     "other": "one-hop in the others",
     "gone": "one-hop in the chunk that left",
 }
+LEFT_BLIND, LEFT_PATCHED = "left, others blind", "left, others patched"
+RECALLED_BLIND, RECALLED = "recalled, all blind", "recalled, patched"
+LEFT_AS_BEFORE = "left, others as they were"
 _Right = dict[str, dict[str, list[bool]]]
 _Kls = dict[str, list[float]]
 
@@ -45,30 +50,33 @@ def measure(
     Returns
     -------
     SuiteResult
-        One table.
+        One table, one chart.
     """
     count = options.episodes or EPISODES
     ranks = tuple(sorted(set(options.ranks))) or RANKS
     right: _Right = {}
     kls: _Kls = {}
+    learner = Learner()
     with tempfile.TemporaryDirectory(prefix="kamera-bench-") as folder:
         work = Path(folder)
         own = replace(settings, store=work / "store", quota_bytes=None, rehash=False)
         with Engine(own, on_progress=on_progress) as engine:
             runner = engine.runner
+            started = time.perf_counter()
             for done, encoded in enumerate(encoded_episodes(runner, count, options.seed, work)):
                 on_progress(Progress("sliding", done, count, "episodes"))
-                _episode(encoded, ranks, right, kls)
+                _episode(encoded, ranks, learner, right, kls)
             described = {
                 "model": engine.checkpoint.label,
                 "device": str(runner.device),
                 "dtype": engine.dtype_name,
                 "num_episodes": count,
+                "seconds_per_episode": (time.perf_counter() - started) / count,
             }
-    return _result(right, kls, max(ranks), described)
+    return _result(right, kls, described)
 
 
-def _episode(encoded: Encoded, ranks: tuple[int, ...], right: _Right, kls: _Kls) -> None:
+def _episode(encoded: Encoded, ranks: tuple[int, ...], learner: Learner, right: _Right, kls: _Kls) -> None:
     leaving = next((q.chunks[0] for q in encoded.episode.questions if group_of(q) == "two_hop"), None)
     if leaving is None:
         return
@@ -76,28 +84,42 @@ def _episode(encoded: Encoded, ranks: tuple[int, ...], right: _Right, kls: _Kls)
     before = encoded.arranged([leaving, *others])
     after = encoded.arranged(others)
     back = encoded.arranged([*others, leaving])
-    patches, returning = before.patches(max(ranks))[1:], back.patches(max(ranks))[-1]
-    removed = after.patches(max(ranks))
+    known = learner.worth(before)
+    most = max(ranks)
+    # What each chunk behind the first has before the slide, after the removal, and the recalled one on its return.
+    fixed = before.patches(most)[1:], after.patches(most), back.patch(-1, most)
+    compiled = (
+        before.patches("auto", worth=known)[1:],
+        after.patches("auto", worth=known),
+        back.patch(-1, "auto", worth=known),
+    )
+    kinds = {f"rank {rank}": (fixed, rank) for rank in ranks} | {AS_COMPILED: (compiled, None)}
     contexts: list[tuple[int, dict[str, DynamicCache]]] = [
         (before.end, {"before, re-prefill": before.exact}),
         (
             after.end,
             {
                 "left, re-prefill of the others": after.exact,
-                "left, others blind": after.blind,
-                **{f"left, others patched, rank {rank}": after.patched(patches, rank) for rank in ranks},
-                **{f"left and removed, rank {rank}": after.patched(removed, rank) for rank in ranks},
-                "left, others as they were": after.holding(before.conditioned[1:]),
+                LEFT_BLIND: after.blind,
+                **{
+                    f"{LEFT_PATCHED}, {kind}": after.patched(patches, rank)
+                    for kind, ((patches, _, _), rank) in kinds.items()
+                },
+                **{
+                    f"left and removed, {kind}": after.patched(removed, rank)
+                    for kind, ((_, removed, _), rank) in kinds.items()
+                },
+                LEFT_AS_BEFORE: after.holding(before.conditioned[1:]),
             },
         ),
         (
             back.end,
             {
                 "recalled, re-prefill": back.exact,
-                "recalled, all blind": back.blind,
+                RECALLED_BLIND: back.blind,
                 **{
-                    f"recalled, patched, rank {rank}": back.patched([*patches, returning], rank)
-                    for rank in ranks
+                    f"{RECALLED}, {kind}": back.patched([*patches, returning], rank)
+                    for kind, ((patches, _, returning), rank) in kinds.items()
                 },
             },
         ),
@@ -129,15 +151,17 @@ def _group(kind: str, chunks: tuple[int, ...], leaving: int) -> str | None:
     return None
 
 
-def _result(right: _Right, kls: _Kls, shown_rank: int, described: dict) -> SuiteResult:
-    shares = {
-        name: {group: Share(sum(marks[group]), len(marks[group])) for group in GROUPS}
-        for name, marks in right.items()
-    }
-    means = {name: sum(found) / len(found) for name, found in kls.items()}
+def _result(right: _Right, kls: _Kls, described: dict) -> SuiteResult:
+    arms = {name: _figures(name, right, kls) for name in right}
     rows = tuple(
-        (name, *(_shown(found[group]) for group in GROUPS), format_number(means[name]))
-        for name, found in shares.items()
+        (
+            name,
+            *(_shown(found[group]) for group in GROUPS),
+            format_number(found["kl"]),
+            format_number(found["kl_p95"]),
+            "–" if found["eta"] is None else f"{found['eta']:.5f}",
+        )
+        for name, found in arms.items()
     )
     count = len(next(iter(right.values()))["through"])
     notes = (
@@ -145,32 +169,71 @@ def _result(right: _Right, kls: _Kls, shown_rank: int, described: dict) -> Suite
         f"{count} two-hop questions. Per cent with Wilson 95 % intervals; exact match of the greedy answer.",
         "Patched: the patches that the chunks had before it left; recalled: these, and one for the recalled chunk "
         "after what now stands before it. As they were: the others' own KV of before, moved up. Removed: what they "
-        "took in from the chunk that left is taken out again. KL: next token, mean over questions, to a re-prefill of "
-        "what stands in the window.",
+        "took in from the chunk that left is taken out again. As compile-patches forms them: ranks by what the layers "
+        "are worth, at its own energy; all factors are 8-bit integers.",
+        "KL: next token, over questions, to a re-prefill of what stands in the window; arms that keep what the others "
+        "took in from the chunk that left are meant to differ from it. η: share of the mean KL of the blind arm of the "
+        "same window that is gone.",
     )
-    columns = ("arm", *(f">{label}" for label in GROUPS.values()), ">KL to re-prefill")
+    columns = ("arm", *(f">{label}" for label in GROUPS.values()), ">KL mean", ">KL p95", ">η")
     table = Table("A chunk leaves the window and comes back", columns, rows, notes)
     told = {
-        name: _shown(shares[name]["through"])
-        for name in ("left, re-prefill of the others", f"left, others patched, rank {shown_rank}")
+        "re-prefill of the others": "left, re-prefill of the others",
+        "others patched": f"{LEFT_PATCHED}, {AS_COMPILED}",
+        "once it is recalled": f"{RECALLED}, {AS_COMPILED}",
     }
-    sentence = (
-        "two-hop answers through a chunk that has left: "
-        + ", ".join(f"{name.removeprefix('left, ')} {value}" for name, value in told.items())
-        + " %"
+    shown = ", ".join(f"{label} {_shown(arms[name]['through'])} %" for label, name in told.items())
+    sentence = f"two-hop answers through a chunk that has left: {shown}"
+    return SuiteResult("slide", sentence, {**described, "arms": arms}, (table,), (_chart(arms, described),))
+
+
+def _figures(name: str, right: _Right, kls: _Kls) -> dict:
+    kl, blind = mean(kls[name]), _blind_of(name)
+    blind_kl = None if blind is None else mean(kls[blind])
+    return {
+        "kl": kl,
+        "kl_p95": percentile(kls[name], 95),
+        "eta": 1 - kl / blind_kl if kl is not None and blind_kl else None,
+        **{group: Share(sum(marks), len(marks)).to_json() for group, marks in right[name].items()},
+    }
+
+
+def _blind_of(name: str) -> str | None:
+    """The blind arm of the same window; None for arms that are meant to differ from its re-prefill."""
+    if name.startswith("before") or name.startswith(LEFT_PATCHED) or name == LEFT_AS_BEFORE:
+        return None
+    return RECALLED_BLIND if name.startswith("recalled") else LEFT_BLIND
+
+
+def _chart(arms: dict[str, dict], described: dict) -> Chart:
+    shown = {
+        "before: re-prefill": "before, re-prefill",
+        "left: re-prefill": "left, re-prefill of the others",
+        "left: blind": LEFT_BLIND,
+        "left: patched": f"{LEFT_PATCHED}, {AS_COMPILED}",
+        "left and removed": f"left and removed, {AS_COMPILED}",
+        "recalled: re-prefill": "recalled, re-prefill",
+        "recalled: blind": RECALLED_BLIND,
+        "recalled: patched": f"{RECALLED}, {AS_COMPILED}",
+    }
+    places = tuple(range(len(shown)))
+    series = tuple(
+        Series(label, places, tuple(100 * (arms[name][group]["accuracy"] or 0.0) for name in shown.values()))
+        for group, label in GROUPS.items()
     )
-    data = {
-        **described,
-        "arms": {
-            name: {"kl": means[name], **{group: share.to_json() for group, share in found.items()}}
-            for name, found in shares.items()
-        },
-    }
-    return SuiteResult("slide", sentence, data, (table,))
+    caption = f"{described['model']}, {described['num_episodes']} episodes. Patches {AS_COMPILED}."
+    return Chart(
+        "slide_answers",
+        "What a window knows",
+        ", ".join(shown),
+        "exact match, %",
+        series,
+        caption,
+        kind="bars",
+    )
 
 
-def _shown(share: Share) -> str:
-    if share.interval is None:
+def _shown(share: dict) -> str:
+    if share["accuracy"] is None:
         return "–"
-    low, high = share.interval
-    return f"{100 * share.value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+    return f"{100 * share['accuracy']:.1f} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]"

@@ -11,6 +11,7 @@ import pytest
 from kamera_cli.bench import SUITES, BenchOptions, deficit, fidelity, orbit, run, slide, store, ttft
 from kamera_cli.bench.cards import bench_episode
 from kamera_cli.bench.episodes import shuffled
+from kamera_cli.bench.forming import AS_COMPILED
 from kamera_cli.bench.geometry import GEOMETRIES, write_checkpoint
 from kamera_cli.errors import UsageError
 from kamera_cli.settings import Settings
@@ -168,6 +169,16 @@ def test_slide_asks_before_after_and_on_return(settings: Settings, tmp_path: Pat
     assert arms["before, re-prefill"]["through"]["count"] > 0
     assert arms["recalled, re-prefill"]["kl"] == 0.0 < arms["recalled, patched, rank 4"]["kl"]
     assert arms["recalled, patched, rank 4"]["kl"] < arms["recalled, all blind"]["kl"]
+    for kind in ("rank 4", AS_COMPILED):
+        removed, kept, back = (
+            arms[f"{arm}, {kind}"]
+            for arm in ("left and removed", "left, others patched", "recalled, patched")
+        )
+        assert removed["through"]["accuracy"] < 0.2 < 0.8 < kept["through"]["accuracy"]
+        assert back["gone"]["accuracy"] == 1.0 > kept["gone"]["accuracy"]
+        assert removed["kl"] < 0.1 * kept["kl"] and removed["kl_p95"] < kept["kl_p95"]
+        assert kept["eta"] is None and back["eta"] > 0.9
+    assert arms["recalled, all blind"]["eta"] == 0.0
     assert all(len(row) == len(table.columns) for table in result.tables for row in table.rows)
     json.dumps(strict_json(result.data), allow_nan=False)
 
