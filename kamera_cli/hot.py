@@ -178,10 +178,7 @@ class Shelf:
         decoded : sequence of mapping
             Tensors by name of each cold record.
         """
-        fresh = [
-            self._library.restored(record, number, tensors)
-            for record, tensors in zip(self.cold, decoded, strict=True)
-        ]
+        fresh = self._library.restored(self.cold, number, decoded)
         if self._hot is not None:
             for made, value in zip(self._made, fresh, strict=True):
                 made.append(value)

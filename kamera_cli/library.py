@@ -13,14 +13,14 @@ from typing import TypeVar
 
 import torch
 
+from kamera_cli.factors import LayerReader, packing_of, tensors_of
 from kamera_cli.hot import HotCache, Part, Shelf, Version
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import ChunkInputs, Deepstack, Segment
 from kamera_cli.model.positions import RelativePositions
 from kamera_cli.model.runner import EncodedChunk
 from kamera_cli.operator.orbit import Coefficients
-from kamera_cli.operator.patch import Factors, LayerPatch
-from kamera_cli.operator.quantise import as_written, row_bytes, unpack
+from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.ranks import weighted_energy
 from kamera_cli.results import WindowEntry
 from kamera_store.errors import DamagedError, DamagedRecordWarning
@@ -147,7 +147,7 @@ class Library:
 
     def layer(self, record: Record, layer: int) -> LayerKV:
         """Canonical KV of one layer of a chunk."""
-        return self.as_layer(self.store.read_layer(record, layer))
+        return self.reader.chunk(self.store.read_layer(record, layer))
 
     def layers(self, record: Record) -> list[LayerKV]:
         """Canonical KV of all layers of a chunk. Not to be written into."""
@@ -194,17 +194,11 @@ class Library:
         chunk, layers, basis = new.chunk, new.layers, new.basis
         of_chunk = Identity("chunk", chunk.key, chunk.digest)
         identity = self.patch_identity(of_chunk, new.antecedents, new.kind)
-        tensors = []
-        for layer, patch in enumerate(layers):
-            for name, factors in zip(self.names, (patch.rotary, patch.plain), strict=True):
-                tensors.append(to_bytes(f"{name}_u", as_written(factors.u, factors.bits), layer=layer))
-                if basis is None:
-                    tensors.append(to_bytes(f"{name}_v", as_written(factors.v, factors.bits), layer=layer))
         weighted = weighted_energy(
             [part for patch in layers for part in ((patch.rotary_worth, patch.rotary_energy),
                                                    (patch.plain_worth, patch.plain_energy))]
         )  # fmt: skip
-        described = {
+        meta = {
             "chunk": of_chunk.id,
             "antecedents": [antecedent.id for antecedent in new.antecedents],
             "kind": new.kind,
@@ -212,7 +206,7 @@ class Library:
             "energy": [min(patch.rotary_energy, patch.plain_energy) for patch in layers],
             "energy_weighted": weighted,
             "split": [[patch.rotary.rank, patch.plain.rank] for patch in layers],
-            "factors": _described(layers),
+            "factors": packing_of(layers),
             "fingerprint": self.fingerprint,
             **({} if basis is None else {"basis": basis.id, "basis_digest": basis.digest.hex()}),
             **new.meta,
@@ -221,8 +215,8 @@ class Library:
             "identity": identity,
             "tenant": self.tenant,
             "unit": chunk.unit,
-            "meta": described,
-            "tensors": tensors,
+            "meta": meta,
+            "tensors": tensors_of(self.names, layers, without_v=basis is not None),
             "cost_ms": new.cost_ms,
         }
 
@@ -231,9 +225,20 @@ class Library:
         numbers = range(len(record.meta["ranks"]))
 
         def read() -> tuple[LayerPatch, ...]:
-            return tuple(self.restored(record, n, self.store.read_layer(record, n)) for n in numbers)
+            return tuple(self.restored([record], n, [self.store.read_layer(record, n)])[0] for n in numbers)
 
         return list(self._through(record, "layers", read))
+
+    @property
+    def reader(self) -> LayerReader:
+        """What turns stored layers into tensors."""
+        return LayerReader(self.names, self.device, apart=self.hot is not None)
+
+    def restored(
+        self, records: Sequence[Record], layer: int, tensors: Sequence[Mapping[str, TensorBytes]]
+    ) -> list[LayerKV | LayerPatch | Coefficients]:
+        """One stored layer of chunks and patches; see `LayerReader.layers`."""
+        return self.reader.layers(records, layer, tensors)
 
     def shelf(self, records: Sequence[Record]) -> Shelf:
         """Chunks and patches that are about to be read together."""
@@ -254,57 +259,6 @@ class Library:
     def _through(self, record: Record, part: Part, read: Callable[[], _T]) -> _T:
         """From memory, or read and kept there."""
         return read() if self.hot is None else self.hot.through(self.store, self.version(record), part, read)
-
-    def restored(
-        self, record: Record, layer: int, tensors: Mapping[str, TensorBytes]
-    ) -> LayerKV | LayerPatch | Coefficients:
-        """One stored layer of a chunk or of a patch."""
-        if record.kind == "chunk":
-            return self.as_layer(tensors)
-        energy = record.meta["energy"][layer]
-        if "basis" in record.meta:
-            u = (self._rows(record, tensors, name, "u") for name in self.names)
-            return Coefficients(*u, energy, energy)
-        return self.as_patch(record, tensors, energy)
-
-    def as_layer(self, tensors: Mapping[str, TensorBytes]) -> LayerKV:
-        """One stored layer as fresh tensors."""
-        return LayerKV(*(to_torch(tensors[name]).to(self.device) for name in self.names))
-
-    def as_patch(self, record: Record, tensors: Mapping[str, TensorBytes], energy: float) -> LayerPatch:
-        """Factors of one stored layer as fresh tensors, whether written as integers or, before that, in half precision.
-
-        Raises
-        ------
-        DamagedError
-            The rows of integers do not have the length that the record's header says.
-        """
-        bits = (record.meta.get("factors") or {}).get("bits")
-        rotary, plain = (
-            Factors(*(self._rows(record, tensors, name, side) for side in "uv"), bits) for name in self.names
-        )
-        return LayerPatch(rotary, plain, energy, energy)
-
-    def _rows(self, record: Record, tensors: Mapping[str, TensorBytes], name: str, side: str) -> torch.Tensor:
-        """U or V of one tensor, (m, T) or (m, W)."""
-        rows = to_torch(tensors[f"{name}_{side}"]).to(self.device)
-        if rows.dtype != torch.uint8:
-            return rows
-        factors = record.meta["factors"]
-        width = factors["widths"][tensors[f"{name}_{side}"].layer][self.names.index(name)]
-        length, bits = factors["num_tokens"] if side == "u" else width, factors["bits"]
-        if rows.shape[1] != row_bytes(length, bits):
-            raise DamagedError(record.key, f"length of {name}_{side}", row_bytes(length, bits), rows.shape[1])
-        return unpack(rows, length, bits)
-
-
-def _described(layers: Sequence[LayerPatch]) -> dict | None:
-    """What rows of integers are read with; None for factors that are stored in a dtype of their own."""
-    first = layers[0].rotary
-    if first.bits is None:
-        return None
-    widths = [[patch.rotary.v.shape[1], patch.plain.v.shape[1]] for patch in layers]
-    return {"bits": first.bits, "num_tokens": first.u.shape[1], "widths": widths}
 
 
 def identity_of(entry: WindowEntry) -> Identity:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -79,3 +81,22 @@ def to_torch(tensor: TensorBytes, *, copy: bool = True) -> torch.Tensor:
     if copy or not flat.flags.writeable or not aligned:
         flat = flat.copy()
     return torch.from_numpy(flat).view(dtype).reshape(tensor.shape)
+
+
+def joined(tensors: Sequence[TensorBytes]) -> torch.Tensor:
+    """Matrices of bytes of one width as one, (Σ m, N) uint8 on the CPU, in memory of its own.
+
+    Raises
+    ------
+    ValueError
+        Other dtypes, other dimensions, or several widths.
+    """
+    widths = {(tensor.dtype, *tensor.shape[1:]) for tensor in tensors}
+    if len(widths) != 1 or not all(name == "uint8" and len(rest) == 1 for name, *rest in widths):
+        raise ValueError(f"not matrices of bytes of one width: {sorted(map(str, widths))}")
+    parts = [
+        tensor.data if isinstance(tensor.data, np.ndarray) else np.frombuffer(tensor.data, np.uint8)
+        for tensor in tensors
+    ]
+    whole = np.concatenate([part.reshape(-1) for part in parts])
+    return torch.from_numpy(whole).reshape(-1, tensors[0].shape[1])

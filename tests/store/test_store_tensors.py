@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kamera_store import TensorBytes, UnsupportedDtypeError  # noqa: E402
-from kamera_store.tensors import to_bytes, to_torch  # noqa: E402
+from kamera_store.tensors import joined, to_bytes, to_torch  # noqa: E402
 
 WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -115,3 +115,16 @@ def test_gradients_conjugates_and_negatives_are_stored_as_values(store, kit):
     assert torch.equal(through_store(store, kit, wanted), wanted.detach())
     turned = torch.randn(4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).conj()
     assert torch.equal(through_store(store, kit, turned, 2), turned.resolve_conj())
+
+
+def test_matrices_of_bytes_are_joined_in_order_and_nothing_else_is():
+    parts = [to_bytes("u", torch.full((rows, 5), rows, dtype=torch.uint8)) for rows in (2, 0, 3)]
+    whole = joined(parts)
+    assert whole.shape == (5, 5) and whole[:, 0].tolist() == [2, 2, 3, 3, 3]
+    whole.zero_()
+    assert to_torch(parts[0]).tolist() == [[2] * 5] * 2
+    for other in (torch.zeros(1, 4, dtype=torch.uint8), torch.zeros(1, 5), torch.zeros(5, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match="one width"):
+            joined([parts[0], to_bytes("v", other)])
+    with pytest.raises(ValueError, match="one width"):
+        joined([])

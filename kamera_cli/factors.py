@@ -1,0 +1,163 @@
+"""Factors of patches as the store keeps them: rows of one length of many tensors are packed and unpacked together.
+
+A patch has four small tensors in every layer, and an arrangement many patches: one by one, the calls cost several times
+what the bytes do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kamera_cli.model.families.family import LayerKV
+from kamera_cli.operator.orbit import Coefficients
+from kamera_cli.operator.patch import Factors, LayerPatch
+from kamera_cli.operator.quantise import pack, row_bytes, unpack
+from kamera_store.errors import DamagedError
+from kamera_store.records import Record, TensorBytes
+from kamera_store.tensors import joined, to_bytes, to_torch
+
+
+def packing_of(layers: Sequence[LayerPatch]) -> dict | None:
+    """What rows of integers are read with; None for factors that are stored in a dtype of their own."""
+    first = layers[0].rotary
+    if first.bits is None:
+        return None
+    widths = [[patch.rotary.v.shape[1], patch.plain.v.shape[1]] for patch in layers]
+    return {"bits": first.bits, "num_tokens": first.u.shape[1], "widths": widths}
+
+
+def tensors_of(
+    names: tuple[str, str], layers: Sequence[LayerPatch], *, without_v: bool = False
+) -> list[TensorBytes]:
+    """Tensors of a patch, layer by layer: U and V of the rotary and of the plain tensor.
+
+    Parameters
+    ----------
+    names : tuple of str
+        What the family calls its two tensors.
+    without_v : bool
+        Only U, for coefficients over the V of another patch.
+    """
+    sides = "u" if without_v else "uv"
+    wanted = [
+        (f"{name}_{side}", layer, getattr(factors, side), factors.bits)
+        for layer, patch in enumerate(layers)
+        for name, factors in zip(names, (patch.rotary, patch.plain), strict=True)
+        for side in sides
+    ]
+    written = [rows for _, _, rows, _ in wanted]
+    for key, places in _grouped(
+        [None if bits is None else (rows.shape[1], bits) for _, _, rows, bits in wanted]
+    ).items():
+        packed = pack(torch.cat([written[at] for at in places]), key[1])
+        for at, part in zip(places, packed.split([len(written[at]) for at in places]), strict=True):
+            written[at] = part
+    return [
+        to_bytes(label, rows, layer=layer) for (label, layer, _, _), rows in zip(wanted, written, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class LayerReader:
+    """Turns one stored layer of many records into tensors.
+
+    Attributes
+    ----------
+    names : tuple of str
+        What the family calls its rotary and its plain tensor.
+    device : torch.device
+        Where tensors go.
+    apart : bool
+        Give every record memory of its own; for copies that are kept, and freed, one by one.
+    """
+
+    names: tuple[str, str]
+    device: torch.device
+    apart: bool = False
+
+    def chunk(self, tensors: Mapping[str, TensorBytes]) -> LayerKV:
+        """Canonical KV, in the memory that it was decoded into."""
+        return LayerKV(*(to_torch(tensors[name], copy=False).to(self.device) for name in self.names))
+
+    def layers(
+        self, records: Sequence[Record], layer: int, tensors: Sequence[Mapping[str, TensorBytes]]
+    ) -> list[LayerKV | LayerPatch | Coefficients]:
+        """One layer of chunks and patches, each as fresh tensors; factors as integers or, as written before that, in
+        half precision.
+
+        Parameters
+        ----------
+        tensors : sequence of mapping
+            By name, of each record.
+
+        Raises
+        ------
+        DamagedError
+            The rows of integers do not have the length that the record's header says.
+        """
+        held: list[TensorBytes] = []
+        shapes: list[tuple[int, int] | None] = []
+        for record, named in zip(records, tensors, strict=True):
+            for index, name in enumerate(self.names if record.kind == "patch" else ()):
+                for side in _sides(record):
+                    held.append(named[f"{name}_{side}"])
+                    shapes.append(_shape(record, layer, index, side, held[-1]))
+        rows = iter(self._rows(held, shapes))
+        return [
+            self.chunk(named) if record.kind == "chunk" else _patch(record, layer, rows)
+            for record, named in zip(records, tensors, strict=True)
+        ]
+
+    def _rows(
+        self, held: Sequence[TensorBytes], shapes: Sequence[tuple[int, int] | None]
+    ) -> list[torch.Tensor]:
+        """U or V each, (m, T) or (m, W)."""
+        rows: list[torch.Tensor] = [torch.empty(0)] * len(held)
+        for at, (tensor, shape) in enumerate(zip(held, shapes, strict=True)):
+            if shape is None:
+                rows[at] = to_torch(tensor, copy=False).to(self.device)
+        for (length, bits), places in _grouped(shapes).items():
+            packed = joined([held[at] for at in places]).to(self.device)
+            parts = unpack(packed, length, bits).split([held[at].shape[0] for at in places])
+            for at, part in zip(places, parts, strict=True):
+                rows[at] = part.clone() if self.apart else part
+        return rows
+
+
+def _sides(record: Record) -> str:
+    """What a patch holds of its own; the V of an orbit stands in one of its patches."""
+    return "u" if "basis" in record.meta else "uv"
+
+
+def _patch(record: Record, layer: int, rows: Iterator[torch.Tensor]) -> LayerPatch | Coefficients:
+    """One layer of a patch from the rows that come next."""
+    energy = record.meta["energy"][layer]
+    if "basis" in record.meta:
+        return Coefficients(next(rows), next(rows), energy, energy)
+    bits = (record.meta.get("factors") or {}).get("bits")
+    rotary = Factors(next(rows), next(rows), bits)
+    return LayerPatch(rotary, Factors(next(rows), next(rows), bits), energy, energy)
+
+
+def _shape(record: Record, layer: int, index: int, side: str, tensor: TensorBytes) -> tuple[int, int] | None:
+    """Length and bits of rows of integers; None for rows that stand as they are."""
+    if tensor.dtype != "uint8":
+        return None
+    factors = record.meta["factors"]
+    length = factors["num_tokens"] if side == "u" else factors["widths"][layer][index]
+    bits = factors["bits"]
+    if tensor.shape[1] != row_bytes(length, bits):
+        raise DamagedError(record.key, f"length of {tensor.name}", row_bytes(length, bits), tensor.shape[1])
+    return length, bits
+
+
+def _grouped(keys: Sequence[tuple[int, int] | None]) -> dict[tuple[int, int], list[int]]:
+    """Places of equal keys; none of None."""
+    places: dict[tuple[int, int], list[int]] = {}
+    for at, key in enumerate(keys):
+        if key is not None:
+            places.setdefault(key, []).append(at)
+    return places
