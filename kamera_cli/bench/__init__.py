@@ -21,6 +21,7 @@ SUITES = {
     "memory": "bytes of patches against accuracy and KL, formed and written as compile-patches does",
     "deficit": "what blind reuse loses: in which layers, over how many tokens, in how many directions",
     "orbit": "patches for every order of a set against one per order: accuracy, KL and bytes",
+    "compose": "patches composed from pairs against exact ones, by number of antecedents",
     "slide": "what a window still knows of a chunk that has left it, and after it was recalled",
     "store": "write and read throughput and bytes of the store on this disk",
 }

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kamera_cli.bench.episodes import GROUPS, Task, tasks
-from kamera_cli.bench.fidelity_report import BLIND, REFERENCE, Arm, Totals, patch_name, report
+from kamera_cli.bench.fidelity_report import BLIND, COMPILED, REFERENCE, Arm, Totals, patch_name, report
+from kamera_cli.bench.forming import Learner
 from kamera_cli.bench.results import SuiteResult
 from kamera_cli.bench.rivals import chosen
 from kamera_cli.bench.sizes import of_factors, of_layer
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 RANKS = (1, 2, 4, 8, 16, 32)
 EPISODES = 100
+_Patches = list[list[LayerPatch] | None]
 
 
 def measure(
@@ -42,13 +44,14 @@ def measure(
     Returns
     -------
     SuiteResult
-        One table of all arms, one of bytes; three charts.
+        One table of all arms, one of bytes; two charts, and one of the rivals. Without any rival, keys factored after
+        their rotation are left out too.
     """
     ranks = tuple(sorted(set(options.ranks))) or RANKS
     rivals = chosen(options.rivals)
     count = options.episodes or EPISODES
     arms: dict[str, Arm] = {}
-    totals = Totals()
+    totals, learner = Totals(), Learner()
     with tempfile.TemporaryDirectory(prefix="kamera-bench-") as folder:
         work = Path(folder)
         own = replace(settings, store=work / "store", quota_bytes=None, rehash=False)
@@ -57,7 +60,7 @@ def measure(
             started = time.perf_counter()
             for done, task in enumerate(tasks(runner, count, options.seed, work)):
                 on_progress(Progress("answering", done, count, "episodes"))
-                _episode(task, ranks, rivals, arms, totals)
+                _episode(task, ranks, rivals, learner, arms, totals)
             on_progress(Progress("answering", count, count, "episodes"))
             seconds = time.perf_counter() - started
             described = {
@@ -74,18 +77,26 @@ def measure(
 
 
 def _episode(
-    task: Task, ranks: tuple[int, ...], rivals: tuple[str, ...], arms: dict[str, Arm], totals: Totals
+    task: Task,
+    ranks: tuple[int, ...],
+    rivals: tuple[str, ...],
+    learner: Learner,
+    arms: dict[str, Arm],
+    totals: Totals,
 ) -> None:
     arrangement = task.arrangement
     patches = arrangement.patches(max(ranks))
+    formed: dict[str, tuple[_Patches, int | None]] = {patch_name(rank): (patches, rank) for rank in ranks}
+    formed[COMPILED] = arrangement.patches("auto", worth=learner.worth(arrangement)), None
     caches: dict[str, DynamicCache] = {REFERENCE: arrangement.exact, BLIND: arrangement.blind}
     kinds: dict[str, tuple[str, float | None]] = {REFERENCE: ("reprefill", None), BLIND: ("blind", None)}
-    for rank in ranks:
-        caches[patch_name(rank)] = arrangement.patched(patches, rank)
-        kinds[patch_name(rank)] = ("patch", rank)
-    for rank, cache in arrangement.patched_after_rotation(ranks).items():
-        name = f"patch after RoPE, rank {rank}"
-        caches[name], kinds[name] = cache, ("patch_after_rope", rank)
+    for name, (made, rank) in formed.items():
+        caches[name] = arrangement.patched(made, rank)
+        kinds[name] = ("patch_compiled" if rank is None else "patch", rank)
+    if rivals:
+        for rank, cache in arrangement.patched_after_rotation(ranks).items():
+            name = f"patch after RoPE, rank {rank}"
+            caches[name], kinds[name] = cache, ("patch_after_rope", rank)
     for rival in rivals:
         method = importlib.import_module(f"kamera_cli.bench.rivals.{rival}")
         for share, cache in method.arms(arrangement).items():
@@ -106,33 +117,29 @@ def _episode(
         ):
             arm.right[group].append(is_greedy_match(logits, prompt.answer_ids, ends))
             arm.kl[group].append(next_token_kl(expected[0], logits[0]))
-    _count(task, patches, ranks, arms, totals)
+    _count(task, formed, arms, totals)
 
 
 def _count(
-    task: Task,
-    patches: list[list[LayerPatch] | None],
-    ranks: tuple[int, ...],
-    arms: dict[str, Arm],
-    totals: Totals,
+    task: Task, formed: dict[str, tuple[_Patches, int | None]], arms: dict[str, Arm], totals: Totals
 ) -> None:
     """Add up bytes and captured energy of the chunks that have a patch."""
     arrangement = task.arrangement
-    parts = zip(arrangement.canonical[1:], arrangement.conditioned[1:], patches[1:], strict=True)
-    for canonical, conditioned, patch in parts:
+    for canonical, conditioned in zip(arrangement.canonical[1:], arrangement.conditioned[1:], strict=True):
         totals.num_chunks += 1
         totals.num_tokens += canonical[0].rotary.shape[0]
         totals.width = canonical[0].rotary[0].numel()
-        for alone, after, factors in zip(canonical, conditioned, patch, strict=True):
+        for alone, after in zip(canonical, conditioned, strict=True):
             size = of_layer(alone)
             totals.kv_raw_bytes += size.raw
             totals.kv_stored_bytes += size.stored
             totals.delta += float(residual(after.rotary, alone.rotary).square().sum())
             totals.delta += float(residual(after.plain, alone.plain).square().sum())
-            for rank in ranks:
-                arm = arms[patch_name(rank)]
-                for part in (factors.rotary.at_rank(rank), factors.plain.at_rank(rank)):
-                    size = of_factors(part)
-                    arm.raw_bytes += size.raw
-                    arm.stored_bytes += size.stored
-                    arm.captured += float(part.u.float().square().sum())
+    for name, (patches, rank) in formed.items():
+        arm = arms[name]
+        for patch in (layer for layers in patches[1:] for layer in layers):
+            for part in (patch.rotary.at_rank(rank), patch.plain.at_rank(rank)):
+                size = of_factors(part)
+                arm.raw_bytes += size.raw
+                arm.stored_bytes += size.stored
+                arm.captured += float(part.u.float().square().sum())

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kamera_cli.bench.episodes import GROUPS
+from kamera_cli.bench.forming import AS_COMPILED
 from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
 from kamera_cli.bench.rivals import SHARES
 from kamera_cli.bench.shares import Share, mean, percentile
 from kamera_cli.text import format_number
 
 REFERENCE, BLIND = "re-prefill", "blind"
-OWN_KINDS = {"reprefill", "blind", "patch", "patch_after_rope"}
+COMPILED = f"patch, {AS_COMPILED}"
+FORMED_KINDS = ("patch", "patch_compiled")
+OWN_KINDS = {"reprefill", "blind", "patch_after_rope", *FORMED_KINDS}
 SHOWN_RANK = 16
 """The rank that stands in the headline, when it was measured."""
 
@@ -95,7 +98,7 @@ def report(arms: dict[str, Arm], totals: Totals, ranks: tuple[int, ...], describ
 
 def _figures(arm: Arm, blind_kl: float | None, totals: Totals) -> dict:
     kl = mean(arm.all_kl)
-    is_patch = arm.kind == "patch"
+    is_patch = arm.kind in FORMED_KINDS
     return {
         "kind": arm.kind,
         "setting": arm.setting,
@@ -140,9 +143,11 @@ def _table(rows: dict[str, dict], described: dict) -> Table:
         f"and {counts['unknown']} unanswerable questions. Per cent with Wilson 95 % intervals; exact match of the "
         "greedy answer.",
         "KL in nats of the next token to re-prefill, over all questions; closed: 1 − KL / KL of blind.",
-        "Patches are formed for this very order, factors in 8-bit integers. After RoPE: keys factored after their "
-        "rotation, which fits one position only.",
+        "Patches are formed for this very order, factors in 8-bit integers; as compile-patches forms them: ranks by "
+        "what the layers are worth.",
     )
+    if any(row["kind"] == "patch_after_rope" for row in rows.values()):
+        notes += ("After RoPE: keys factored after their rotation, which fits one position only.",)
     rival_notes = (
         "Per cent behind a rival's name: share of the chunk tokens that are computed anew for each prompt. Oracle "
         "tokens are those with the largest true Δ and get the re-prefill's own KV. CacheBlend also computes layers 0 "
@@ -159,14 +164,14 @@ def _bytes_table(rows: dict[str, dict], data: dict) -> Table:
     tokens, width = chunks["mean_tokens"], chunks["kv_width"]
     lines = tuple(
         (
-            f"{row['setting']:g}",
+            _rank(row),
             f"{100 * row['patch_to_kv_raw_ratio']:.1f} %",
             f"{100 * row['patch_to_kv_stored_ratio']:.1f} %",
-            f"{100 * row['setting'] * (1 / tokens + 1 / width):.1f} %",
+            "–" if row["setting"] is None else f"{100 * row['setting'] * (1 / tokens + 1 / width):.1f} %",
             f"{100 * row['energy']:.1f} %" if row["energy"] is not None else "–",
         )
         for row in rows.values()
-        if row["kind"] == "patch"
+        if row["kind"] in FORMED_KINDS
     )
     notes = (
         f"Chunks have {tokens:.0f} tokens and a KV width of {width}, both small: m · (1/T + 1/D) falls with either.",
@@ -174,6 +179,10 @@ def _bytes_table(rows: dict[str, dict], data: dict) -> Table:
     )
     columns = (">rank", ">patch : KV, raw", ">patch : KV, stored", ">m · (1/T + 1/D)", ">energy of Δ")
     return Table("Size of a patch", columns, lines, notes)
+
+
+def _rank(row: dict) -> str:
+    return "auto" if row["setting"] is None else f"{row['setting']:g}"
 
 
 def _charts(rows: dict[str, dict], described: dict) -> tuple[Chart, ...]:
@@ -191,10 +200,9 @@ def _charts(rows: dict[str, dict], described: dict) -> tuple[Chart, ...]:
     caption = f"{described['model']}, {described['num_episodes']} episodes, {described['device']} {described['dtype']}."
     banded = f"{caption} Bands: Wilson 95 % intervals."
     ranks = tuple(float(row["setting"]) for row in patches)
-    kl = (
-        Series("patch, factored before RoPE", ranks, tuple(row["kl_mean"] for row in patches)),
-        Series("patch, factored after RoPE", ranks, tuple(row["kl_mean"] for row in after)),
-    )
+    kl = (Series("patch, factored before RoPE", ranks, tuple(row["kl_mean"] for row in patches)),)
+    if after:
+        kl += (Series("patch, factored after RoPE", ranks, tuple(row["kl_mean"] for row in after)),)
     made = [
         Chart("fidelity_accuracy", "Answers by rank of the patch", "rank", "exact match, %", lines, banded,
               x_log=True, levels=levels),

@@ -8,9 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from kamera_cli.bench import SUITES, BenchOptions, deficit, fidelity, orbit, run, slide, store, ttft
+from kamera_cli.bench import (
+    SUITES,
+    BenchOptions,
+    BenchResult,
+    deficit,
+    fidelity,
+    orbit,
+    report,
+    run,
+    slide,
+    store,
+    ttft,
+)
 from kamera_cli.bench.cards import bench_episode
+from kamera_cli.bench.environment import environment
 from kamera_cli.bench.episodes import shuffled
+from kamera_cli.bench.fidelity_report import COMPILED
 from kamera_cli.bench.forming import AS_COMPILED
 from kamera_cli.bench.geometry import GEOMETRIES, write_checkpoint
 from kamera_cli.errors import UsageError
@@ -51,8 +65,23 @@ def test_fidelity_runs_all_arms_and_a_seed_decides_it(settings: Settings, tmp_pa
     assert arms["patch, rank 2"]["patch_raw_bytes"] * 16 == arms["patch, rank 32"]["patch_raw_bytes"]
     assert {name.split()[0] for name in arms} == {"re-prefill", "blind", "patch,", "patch", "oracle"}
     assert all(arm["two_hop"]["count"] == 8 for arm in arms.values())
+    compiled = arms[COMPILED]
+    assert compiled["kl_mean"] < 0.01 * arms["blind"]["kl_mean"]
+    assert arms["patch, rank 2"]["energy"] < compiled["energy"] < arms["patch, rank 32"]["energy"]
+    assert compiled["patch_raw_bytes"] < 0.3 * arms["patch, rank 32"]["patch_raw_bytes"]
     assert all(len(row) == len(table.columns) for table in first.tables for row in table.rows)
     json.dumps(strict_json(first.data), allow_nan=False)
+
+
+def test_fidelity_without_rivals_runs_what_the_product_has_and_nothing_else(
+    settings: Settings, tmp_path: Path
+) -> None:
+    options = BenchOptions(out=tmp_path, ranks=(2,), episodes=1, rivals=("none",))
+    result = fidelity.measure(settings, options, quiet)
+    assert list(result.data["arms"]) == ["re-prefill", "blind", "patch, rank 2", COMPILED]
+    assert [row[0] for row in result.tables[1].rows] == ["2", "auto"]
+    assert {chart.name: len(chart.series) for chart in result.charts}["fidelity_kl"] == 1
+    report.write(BenchResult((result,), environment(), 0, 1.0), tmp_path)
 
 
 def test_ttft_times_four_arms_over_the_same_prompt(
