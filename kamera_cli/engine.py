@@ -25,7 +25,7 @@ from kamera_cli.model.checkpoint import (
     positions_memory,
     read_contents,
 )
-from kamera_cli.operator.ranks import parse_budget
+from kamera_cli.operator.ranks import DEFAULT_ENERGY, parse_budget
 from kamera_cli.results import (
     CompileResult,
     EvictResult,
@@ -266,7 +266,7 @@ class Engine:
         window: str = "default",
         kind: Literal["exact", "orbit", "pair", "removal"] = "exact",
         rank: int | Literal["auto"] = "auto",
-        energy: float = 0.995,
+        energy: float = DEFAULT_ENERGY,
         factor_dtype: str = "auto",
         probe: str = "",
         time_prefill: bool = False,

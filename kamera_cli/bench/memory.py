@@ -22,6 +22,7 @@ from kamera_cli.generate import next_token_kl
 from kamera_cli.jobs.patches import PatchOptions
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.scoring import is_greedy_match, score
+from kamera_cli.operator.ranks import DEFAULT_ENERGY
 from kamera_cli.results import Progress
 from kamera_cli.settings import Settings
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 RANKS = (1, 2, 4, 8, 16)
 EPISODES = 100
+ENERGIES = (0.95, 0.99, 0.995, DEFAULT_ENERGY)
 INT8_RANK = 4
 """The fixed rank that is also measured in 8-bit integers; the largest one where it is not measured."""
 
@@ -37,11 +39,10 @@ INT8_RANK = 4
 def arms_of(ranks: tuple[int, ...]) -> dict[str, Arm]:
     """The ways to spend bytes, by name, in the order in which they are shown."""
     rank = INT8_RANK if INT8_RANK in ranks else max(ranks)
-    default = PatchOptions().energy
     arms = [Arm("fixed, fp16", each, PatchOptions(rank=each, factor_dtype="fp16")) for each in ranks]
     arms.append(Arm("fixed, int8", rank, PatchOptions(rank=rank, factor_dtype="int8")))
     arms.append(Arm("energy of each tensor, fp16", 0.99, PatchOptions(energy=0.99, factor_dtype="fp16")))
-    for dtype, energies in (("int8", (0.95, 0.99, default)), ("int6", (0.95, 0.99))):
+    for dtype, energies in (("int8", ENERGIES), ("int6", ENERGIES)):
         arms += [
             Arm(f"auto, {dtype}", energy, PatchOptions(energy=energy, factor_dtype=dtype), by_worth=True)
             for energy in energies

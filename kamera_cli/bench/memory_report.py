@@ -9,6 +9,8 @@ from kamera_cli.bench.episodes import GROUPS
 from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
 from kamera_cli.bench.shares import Share, mean, percentile
 from kamera_cli.bench.sizes import Size
+from kamera_cli.operator.plan import AUTO_MAX_KL
+from kamera_cli.operator.ranks import DEFAULT_ENERGY
 from kamera_cli.text import format_number
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ def _figures(arm: Arm, kv: Size, blind_kl: float | None) -> dict:
         **{group: Share(sum(marks), len(marks)).to_json() for group, marks in arm.right.items()},
         "kl_mean": kl,
         "kl_p95": percentile(arm.kl, 95),
+        "kl_max": max(arm.kl, default=None),
+        "num_above_bound": sum(found > AUTO_MAX_KL for found in arm.kl),
         "eta": 1 - kl / blind_kl if kl is not None and blind_kl else None,
     }
 
@@ -128,6 +132,7 @@ def _table(rows: dict[str, dict], described: dict) -> Table:
             _interval(row["one_hop"]),
             format_number(row["kl_mean"]),
             format_number(row["kl_p95"]),
+            str(row["num_above_bound"]),
             "–" if row["eta"] is None else f"{row['eta']:.5f}",
         )
         for name, row in rows.items()
@@ -137,13 +142,15 @@ def _table(rows: dict[str, dict], described: dict) -> Table:
         f"{described['model']}, {described['device']} {described['dtype']}. {described['num_episodes']} episodes of 3 "
         f"to 6 chunks in an order other than that of ingest; {counts['two_hop']} two-hop, {counts['one_hop']} one-hop "
         f"and {counts['unknown']} unanswerable questions. Per cent with Wilson 95 % intervals; KL in nats of the next "
-        "token to re-prefill, over all questions; η: share of blind's mean KL that is gone.",
+        "token to re-prefill, over all questions; above: of how many questions it lies above the bound of --reuse auto; "
+        "η: share of blind's mean KL that is gone.",
         "Bytes: patches over the canonical KV that they serve, of the tensors and as the store writes both. Auto: "
-        "--energy, ranks by what the layers are worth; auto 0.995, int8 is what compile-patches forms by default. "
-        "Budget: --budget with that energy.",
+        f"--energy, ranks by what the layers are worth; auto {DEFAULT_ENERGY:g}, int8 is what compile-patches forms by "
+        "default. Budget: --budget with that energy.",
     )
     columns = (
-        "arm", ">bytes : KV", ">stored : stored", ">two-hop", ">one-hop", ">KL mean", ">KL p95", ">η"
+        "arm", ">bytes : KV", ">stored : stored", ">two-hop", ">one-hop", ">KL mean", ">KL p95",
+        f">above {AUTO_MAX_KL:g}", ">η"
     )  # fmt: skip
     return Table("Bytes of patches and what they restore", columns, lines, notes)
 

@@ -10,6 +10,7 @@ import typer
 
 from kamera_cli.commands.session import ChunksArgument, Session, WindowOption, command
 from kamera_cli.errors import UsageError
+from kamera_cli.operator.ranks import DEFAULT_ENERGY
 from kamera_cli.results import CompileResult
 from kamera_cli.text import count, display, format_bytes, format_ms, format_number, short_id, table
 
@@ -44,7 +45,7 @@ def compile_patches(
             metavar="SHARE",
             help="Share of the residual's energy, by what it is worth to the output, that --rank auto captures",
         ),
-    ] = 0.995,
+    ] = DEFAULT_ENERGY,
     budget: Annotated[
         str | None,
         typer.Option(

@@ -26,7 +26,7 @@ from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.scoring import logits_after_each
 from kamera_cli.operator.patch import FACTOR_DTYPES, Precision, check_rank, direction_bytes, form
-from kamera_cli.operator.ranks import Worth, check_budget, parse_budget
+from kamera_cli.operator.ranks import DEFAULT_ENERGY, Worth, check_budget, parse_budget
 from kamera_cli.results import CompileResult, FormedPatch, Progress, RecallResult, WindowEntry
 from kamera_cli.window import load_window, pick, recalled, update_window
 from kamera_store.records import Record
@@ -40,7 +40,7 @@ class PatchOptions:
     """Options of ``Engine.compile_patches``, see there."""
 
     rank: int | Literal["auto"] = "auto"
-    energy: float = 0.995
+    energy: float = DEFAULT_ENERGY
     factor_dtype: str = "auto"
     probe: str = ""
     time_prefill: bool = False
