@@ -142,7 +142,7 @@ def _table(rows: dict[str, dict], described: dict) -> Table:
         f"{described['model']}, {described['device']} {described['dtype']}. {described['num_episodes']} episodes of 3 "
         f"to 6 chunks in an order other than that of ingest; {counts['two_hop']} two-hop, {counts['one_hop']} one-hop "
         f"and {counts['unknown']} unanswerable questions. Per cent with Wilson 95 % intervals; KL in nats of the next "
-        "token to re-prefill, over all questions; above: of how many questions it lies above the bound of --reuse auto; "
+        "token to re-prefill, over all questions; above: of how many questions it is above the bound of --reuse auto; "
         "η: share of blind's mean KL that is gone.",
         "Bytes: patches over the canonical KV that they serve, of the tensors and as the store writes both. Auto: "
         f"--energy, ranks by what the layers are worth; auto {DEFAULT_ENERGY:g}, int8 is what compile-patches forms by "
