@@ -36,13 +36,10 @@ def runners(checkpoints: Callable[[str], Path]) -> Callable[..., object]:
     made = {}
 
     def runner(family: str, dtype: str = "fp32") -> object:
-        from kamera_cli.model.checkpoint import open_checkpoint
-        from kamera_cli.model.loading import load
-        from kamera_cli.model.runner import ModelRunner
+        from backbone_runners import loaded_runner
 
         if (family, dtype) not in made:
-            options = {"device": "cpu", "dtype": dtype, "attention": "auto", "trust_remote_code": False}
-            made[family, dtype] = ModelRunner(load(open_checkpoint(str(checkpoints(family))), **options))
+            made[family, dtype] = loaded_runner(checkpoints(family), dtype)
         return made[family, dtype]
 
     return runner

@@ -50,6 +50,23 @@ def reference(engine, numbers: list[str], question: str = QUESTION) -> tuple[tor
     return next_logits(runner.model, ids, **inputs), answer
 
 
+def prefilled(engine, numbers: list[str] | None = None) -> torch.Tensor:
+    """Logits (vocab,) after `QUESTION` by one cold prefill, from stored embeddings, of the window or of an order."""
+    runner, library = engine.runner, engine.library
+    entries = {str(entry.number): entry for entry in engine.window().entries}
+    order = entries if numbers is None else numbers
+    segments = [library.segment(library.find_chunk(entries[number])) for number in order]
+    question = runner.text_segment(runner.question_ids(QUESTION))
+    return runner.prefill([runner.preamble, *segments, question])[1]
+
+
+def answered(engine, numbers: list[str] | None = None, **options):
+    """Result of `QUESTION`, and the logits (vocab,) that an assembled cache gave; None where none was assembled."""
+    with first_logits(engine) as seen:
+        result = engine.query(QUESTION, chunks=numbers, **options)
+    return result, seen[0] if seen else None
+
+
 @contextmanager
 def first_logits(engine) -> Iterator[list[torch.Tensor]]:
     """Collects the logits of each prompt's last token that assembled caches were extended by."""

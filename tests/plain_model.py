@@ -17,6 +17,27 @@ def own_cache(model: torch.nn.Module, ids: torch.Tensor, **inputs: torch.Tensor)
     return cache.layers
 
 
+def own_positions(
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    types: torch.Tensor,
+    *,
+    image_grid: torch.Tensor | None = None,
+    video_grid: torch.Tensor | None = None,
+    second_per_grid: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Positions (3, T) that the installed model gives to a whole prompt of token ids (T,) and token types (T,)."""
+    positions, _ = model.model.get_rope_index(
+        ids[None],
+        mm_token_type_ids=types[None],
+        image_grid_thw=image_grid,
+        video_grid_thw=video_grid,
+        second_per_grid_ts=second_per_grid,
+        attention_mask=torch.ones_like(ids[None]),
+    )
+    return positions[:, 0]
+
+
 @torch.no_grad()
 def next_logits(model: torch.nn.Module, ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
     """Logits (vocab,) that follow token ids (T,); a media prompt brings its types, pixels and grids."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from tiny_models import EOS, MAX_TOKENS, randomise
-from tiny_processors import LLAVA_PATCH, PAD, PATCH, PINPOINTS, SIDE, marks_of, processor_of, tokenizer_of
+from tiny_models import EOS, PAD, ROPE, SIZES, TOKEN_IDS, randomise
+from tiny_processors import LLAVA_PATCH, PATCH, PINPOINTS, SIDE, marks_of, processor_of, tokenizer_of
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -43,15 +43,6 @@ if find_spec("transformers.models.kimi_k25") is None:
     del MEDIA["kimi_k25"]
 BACKBONES: tuple[str, ...] = tuple(MEDIA)
 
-_SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_TOKENS,
-    "tie_word_embeddings": False,
-}
 _MLA = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
@@ -193,7 +184,7 @@ _QWEN_TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
-_ROUTER_STD = 3.0 * _SIZES["hidden_size"] ** -0.5
+_ROUTER_STD = 3.0 * SIZES["hidden_size"] ** -0.5
 
 
 def save_backbone(
@@ -259,19 +250,13 @@ def _config(
         if name != "internvl":
             raise ValueError(f"text={text!r} is for internvl, not for {name}")
         model_type = text
-    rope_parameters = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        **_OWN_ROPE.get(name, {}),
-        **(rope or {}),
-    }
     bos = tokenizer.bos_token_id
-    ids = {"bos_token_id": 0 if bos is None else bos, "eos_token_id": EOS, "pad_token_id": PAD}
     sizes = {
-        **_SIZES,
-        **ids,
+        **SIZES,
+        **TOKEN_IDS,
+        **({} if bos is None else {"bos_token_id": bos}),
         "vocab_size": len(tokenizer),
-        "rope_parameters": rope_parameters,
+        "rope_parameters": {**ROPE, **_OWN_ROPE.get(name, {}), **(rope or {})},
         **own,
         **fields,
     }

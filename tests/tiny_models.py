@@ -32,16 +32,19 @@ TEXT_FAMILIES = FAMILIES[1:]
 MAX_TOKENS = 2048
 EOS = 2
 
-_SIZES = {
+SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": MAX_TOKENS,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "tie_word_embeddings": False,
 }
+"""Of every tiny text model, unless it says otherwise."""
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+PAD = 7
+TOKEN_IDS = {"bos_token_id": 0, "eos_token_id": EOS, "pad_token_id": PAD}
 _PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}
 
 
@@ -76,8 +79,7 @@ def save(family: str, folder: Path, *, seed: int = 0, **fields: object) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     tokenizer.chat_template = tokenizer.chat_template if family == "qwen2" else None
     tokenizer.bos_token = "<|endoftext|>" if family == "llama" else None
-    ids = {"bos_token_id": 0, "eos_token_id": EOS, "pad_token_id": 7}
-    sizes = {**_SIZES, "vocab_size": len(tokenizer), **ids, **fields}
+    sizes = {**SIZES, "vocab_size": len(tokenizer), "rope_parameters": ROPE, **TOKEN_IDS, **fields}
     model = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(attention_bias=True, mlp_bias=True, **sizes)),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes)),
@@ -93,9 +95,8 @@ def _save_vision(folder: Path, seed: int) -> Path:
     processor = AutoProcessor.from_pretrained(model_path())
     for part in (processor.image_processor, processor.video_processor):
         part.size = _PIXELS
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    text = {**_SIZES, "vocab_size": len(processor.tokenizer), "rope_parameters": rope}
-    text |= {"bos_token_id": 0, "eos_token_id": EOS, "pad_token_id": 7}
+    rope = {**ROPE, "mrope_section": [2, 3, 3]}
+    text = {**SIZES, "vocab_size": len(processor.tokenizer), "rope_parameters": rope, **TOKEN_IDS}
     vision = {
         "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
         "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,

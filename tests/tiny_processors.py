@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Proce
 
 from kamera_cli.tiny import model_path
 
-EOS, PAD = 2, 7
 PATCH = 14
 SIDE = 56
 _WORDS = (

@@ -9,7 +9,7 @@ from pathlib import Path
 from kimi_vl_package.configuration_kimi_vl import KimiVLConfig
 from kimi_vl_package.modeling_kimi_vl import KimiVLForConditionalGeneration
 from safetensors.torch import save_file
-from tiny_models import EOS, MAX_TOKENS, randomise
+from tiny_models import EOS, MAX_TOKENS, PAD, TOKEN_IDS, randomise
 from transformers import AddedToken, AutoTokenizer
 
 from kamera_cli.tiny import model_path
@@ -69,7 +69,7 @@ def save_kimi_vl(folder: Path, *, seed: int = 0) -> Path:
         "qk_nope_head_dim": 16, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": MAX_TOKENS,
         "rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": False,
-        "bos_token_id": 0, "eos_token_id": EOS, "pad_token_id": 7,
+        **TOKEN_IDS,
     }  # fmt: skip
     vision = {"model_type": "moonvit", "patch_size": 14, "hidden_size": 32, "merge_kernel_size": [2, 2]}
     placeholder = tokenizer.convert_tokens_to_ids("<|media_pad|>")
@@ -86,7 +86,7 @@ def save_kimi_vl(folder: Path, *, seed: int = 0) -> Path:
     _write(
         folder / "config.json", {"model_type": "kimi_vl", "architectures": names, "auto_map": _AUTO, **fields}
     )
-    _write(folder / "generation_config.json", {"eos_token_id": EOS, "pad_token_id": 7})
+    _write(folder / "generation_config.json", {"eos_token_id": EOS, "pad_token_id": PAD})
     _write(
         folder / "preprocessor_config.json",
         {"auto_map": _AUTO_PROCESSOR, "patch_size": 14, "in_token_limit": 64, "merge_kernel_size": [2, 2]},

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
-from engine_setups import QUESTION, first_logits
+from engine_setups import answered, prefilled
 from plain_model import kl
 from tiny_backbones import save_backbone
 from tiny_models import write_passage
@@ -21,20 +20,6 @@ def engine(request, open_engine, tmp_path):
     return made
 
 
-def cold(engine, order: list[str]) -> torch.Tensor:
-    runner, library = engine.runner, engine.library
-    by_number = {str(entry.number): entry for entry in engine.window().entries}
-    segments = [library.segment(library.find_chunk(by_number[number])) for number in order]
-    question = runner.text_segment(runner.question_ids(QUESTION))
-    return runner.prefill([runner.preamble, *segments, question])[1]
-
-
-def answered(engine, order: list[str], **options):
-    with first_logits(engine) as seen:
-        result = engine.query(QUESTION, chunks=order, **options)
-    return result, seen[0] if seen else None
-
-
 @pytest.mark.parametrize("count", [2, 3])
 def test_an_order_of_the_set_that_is_not_served(engine, count):
     numbers = [str(number) for number in range(1, count + 1)]
@@ -45,7 +30,7 @@ def test_an_order_of_the_set_that_is_not_served(engine, count):
     for order in itertools.permutations(numbers):
         found, logits = answered(engine, list(order), reuse="patched", require_hit=True)
         assert [chunk.used for chunk in found.chunks] == ["canonical"] + ["orbit"] * (count - 1)
-        reference = cold(engine, list(order))
+        reference = prefilled(engine, list(order))
         lost += kl(reference, logits)
         kept += kl(reference, answered(engine, list(order), reuse="blind")[1])
     # Random weights read by distance, so that a set of two is two different things; a trained model hardly does.
@@ -85,9 +70,9 @@ def test_coefficients_are_never_read_with_the_basis_of_another_compilation(engin
     for order in itertools.permutations("1234", 3):
         result, logits = answered(engine, list(order), reuse="patched")
         bound = max(chunk.kl for chunk in result.chunks if chunk.used == "orbit")
-        blind = kl(cold(engine, list(order)), answered(engine, list(order), reuse="blind")[1])
+        blind = kl(prefilled(engine, list(order)), answered(engine, list(order), reuse="blind")[1])
         assert [chunk.used for chunk in result.chunks] == ["canonical", "orbit", "orbit"]
-        assert kl(cold(engine, list(order)), logits) < max(blind, 2 * bound)
+        assert kl(prefilled(engine, list(order)), logits) < max(blind, 2 * bound)
 
 
 def test_a_basis_that_was_evicted_is_a_miss_and_not_an_error(engine):

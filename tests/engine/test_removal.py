@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from engine_setups import answered, prefilled
 from plain_model import kl
 from tiny_backbones import save_backbone
 from tiny_models import write_noise_image, write_noise_video, write_passage
 
 from kamera_cli.errors import UsageError
 
-QUESTION = "which letter goes with the red circle?"
+SERVED = {"reuse": "patched", "require_hit": True}
 
 
 @pytest.fixture(params=["qwen3_vl", "deepseek_v3"])
@@ -30,32 +30,17 @@ def engine(request, open_engine, tmp_path):
     return made
 
 
-def cold(engine) -> torch.Tensor:
-    """Logits after the question, by one prefill of the chunks that stand in the window, from stored embeddings."""
-    runner, library = engine.runner, engine.library
-    segments = [library.segment(library.find_chunk(entry)) for entry in engine.window().entries]
-    question = runner.text_segment(runner.question_ids(QUESTION))
-    return runner.prefill([runner.preamble, *segments, question])[1]
-
-
-def answered(engine) -> tuple[torch.Tensor, list[str]]:
-    from engine_setups import first_logits
-
-    with first_logits(engine) as seen:
-        result = engine.query(QUESTION, reuse="patched", require_hit=True)
-    return seen[0], [chunk.used for chunk in result.chunks]
-
-
 def test_survivors_that_still_hold_what_left_after_a_removal(engine):
     engine.evict(["1"])
-    kept, used = answered(engine)
-    assert used == ["exact", "exact"]
+    result, kept = answered(engine, **SERVED)
+    assert [chunk.used for chunk in result.chunks] == ["exact", "exact"]
     calls = engine.runner.vision_calls
     result = engine.compile_patches(kind="removal", energy=1.0, factor_dtype="fp32")
-    removed, used = answered(engine)
+    asked, removed = answered(engine, **SERVED)
     assert result.survivors == (2, 3) and [patch.chunk_number for patch in result.patches] == [3]
-    assert used == ["canonical", "exact"] and engine.runner.vision_calls == calls
-    assert kl(cold(engine), removed) <= 1e-6 < 1e-4 < kl(cold(engine), kept)
+    assert [chunk.used for chunk in asked.chunks] == ["canonical", "exact"]
+    assert engine.runner.vision_calls == calls
+    assert kl(prefilled(engine), removed) <= 1e-6 < 1e-4 < kl(prefilled(engine), kept)
     assert result.kl_removed <= 1e-6 < result.kl_kept
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from engine_setups import QUESTION, first_logits
+from engine_setups import answered, prefilled
 from plain_model import kl
 from tiny_models import write_passage
 
@@ -18,19 +17,6 @@ def engine(open_engine, tmp_path):
     made.ingest([write_passage(tmp_path / f"{index}.txt", 40 - 10 * index, index) for index in range(4)])
     made.compile_patches(energy=1.0, factor_dtype="fp32")
     return made
-
-
-def cold(engine) -> torch.Tensor:
-    runner, library = engine.runner, engine.library
-    segments = [library.segment(library.find_chunk(entry)) for entry in engine.window().entries]
-    question = runner.text_segment(runner.question_ids(QUESTION))
-    return runner.prefill([runner.preamble, *segments, question])[1]
-
-
-def answered(engine) -> torch.Tensor:
-    with first_logits(engine) as seen:
-        engine.query(QUESTION, reuse="patched")
-    return seen[0]
 
 
 def before(engine) -> dict[int, tuple[str, ...]]:
@@ -55,10 +41,10 @@ def test_the_cascade_holds_what_stood_where_it_stands_no_more_until_it_is_repair
 def test_a_repaired_window_answers_like_its_prefill(engine):
     engine.evict(["1"])
     engine.recall(["1"], at=2)
-    kept = kl(cold(engine), answered(engine))
+    kept = kl(prefilled(engine), answered(engine, reuse="patched")[1])
     engine.evict(["1"])
     engine.recall(["1"], at=2, repair=True)
-    repaired = kl(cold(engine), answered(engine))
+    repaired = kl(prefilled(engine), answered(engine, reuse="patched")[1])
     assert repaired < 0.02 * kept
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from backbone_runners import loaded_runner
 from tiny_backbones import BACKBONES, save_backbone
 
 from kamera_cli.model.architectures import ARCHITECTURES
-from kamera_cli.model.checkpoint import open_checkpoint
-from kamera_cli.model.loading import load
-from kamera_cli.model.runner import ModelRunner
 from kamera_cli.selftest import self_test
 
 # Lengths so short that the scaled part of each table is reached.
@@ -28,10 +26,7 @@ ACCEPTED = {entry.model_type: entry.rope for entry in ARCHITECTURES}
 def test_an_accepted_rope_variant_is_moved_by_the_models_own_table(name, rope_type, tmp_path):
     assert rope_type in ACCEPTED[name]
     folder = save_backbone(name, tmp_path / name, rope={"rope_type": rope_type, **SCALING[rope_type]})
-    loaded = load(
-        open_checkpoint(str(folder)), device="cpu", dtype="fp32", attention="auto", trust_remote_code=False
-    )
-    result = self_test(ModelRunner(loaded))
+    result = self_test(loaded_runner(folder))
     assert result.ok, [check for check in result.checks if not check.ok]
 
 

@@ -10,15 +10,14 @@ from functools import cached_property
 
 import pytest
 import torch
+from backbone_runners import loaded_runner
 from plain_model import kl
 from tiny_backbones import BACKBONES, MEDIA, save_backbone
 from transformers import DynamicCache
 
-from kamera_cli.model.checkpoint import open_checkpoint
 from kamera_cli.model.compat import cache_argument, rope_index
 from kamera_cli.model.families.mla import MLA
 from kamera_cli.model.inputs import ChunkInputs, joined_tensors
-from kamera_cli.model.loading import load
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.operator.patch import form
@@ -127,10 +126,7 @@ def backbones(tmp_path_factory):
         if not folder.exists():
             save_backbone(name, folder)
         if (name, dtype) not in made:
-            options = {"device": "cpu", "dtype": dtype, "attention": "auto", "trust_remote_code": False}
-            made[name, dtype] = Backbone(
-                name, dtype, ModelRunner(load(open_checkpoint(str(folder)), **options))
-            )
+            made[name, dtype] = Backbone(name, dtype, loaded_runner(folder, dtype))
         return made[name, dtype]
 
     return backbone

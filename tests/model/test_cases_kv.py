@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backbone_runners import backbone_runner
 from plain_model import kl, next_logits, own_cache
 from tiny_models import write_noise_image
 from vision_inputs import clip, picture
@@ -15,18 +14,6 @@ from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.operator.patch import form
 
 DEEPSTACK = ("qwen3_vl", "qwen3_vl_moe")
-
-
-@pytest.fixture(scope="module")
-def runners_of(tmp_path_factory):
-    root, made = tmp_path_factory.mktemp("cases"), {}
-
-    def runner(name: str):
-        if name not in made:
-            made[name] = backbone_runner(name, root)
-        return made[name]
-
-    return runner
 
 
 def words(runner, num_tokens: int, seed: int) -> ChunkInputs:

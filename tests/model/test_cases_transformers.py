@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from backbone_runners import backbone_runner
-from plain_model import next_logits, own_cache
+from plain_model import next_logits, own_cache, own_positions
 from vision_inputs import clip
 
 from kamera_cli.model.compat import cache_argument, steps_apart
@@ -21,18 +20,6 @@ MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SAVED = json.loads(Path(__file__).with_name("saved_positions.json").read_text(encoding="utf-8"))
 """Position ids (3, T) of each case of `CASES` with one text token before and after, by backbone."""
 CASES = {"image": "i", "video": "v", "videos": "vv", "video and image": "vi"}
-
-
-@pytest.fixture(scope="module")
-def runners_of(tmp_path_factory):
-    root, made = tmp_path_factory.mktemp("cases"), {}
-
-    def runner(name: str):
-        if name not in made:
-            made[name] = backbone_runner(name, root)
-        return made[name]
-
-    return runner
 
 
 def item(model, kind: str) -> tuple[list[int], list[int]]:
@@ -78,17 +65,8 @@ def assembled(model, kinds: str) -> list[list[int]]:
 def whole(model, kinds: str) -> list[list[int]]:
     """The installed model's own positions for the whole prompt at once."""
     pairs = [([20], [0]), *(item(model, kind) for kind in kinds), ([20], [0])]
-    ids, types = (torch.tensor([list(chain(*column))]) for column in zip(*pairs, strict=True))
-    given = grids(kinds)
-    positions, _ = model.model.get_rope_index(
-        ids,
-        mm_token_type_ids=types,
-        image_grid_thw=given["image_grid"],
-        video_grid_thw=given["video_grid"],
-        second_per_grid_ts=given["second_per_grid"],
-        attention_mask=torch.ones_like(ids),
-    )
-    return positions[:, 0].tolist()
+    ids, types = (torch.tensor(list(chain(*column))) for column in zip(*pairs, strict=True))
+    return own_positions(model, ids, types, **grids(kinds)).tolist()
 
 
 @pytest.mark.parametrize("case", CASES)

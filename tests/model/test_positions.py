@@ -9,6 +9,7 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plain_model import own_positions
 from vision_inputs import clip, picture
 
 from kamera_cli.model.positions import RelativePositions, media_positions, text_positions
@@ -58,17 +59,8 @@ def stored(model, item: tuple) -> tuple[RelativePositions, int]:
 def whole(model, items: list[tuple]) -> torch.Tensor:
     """The model's own positions of all items as one prompt, followed by one more text token."""
     pairs = [tokens(item, model.config) for item in [*items, ("text", 1)]]
-    ids, types = (torch.cat(column)[None] for column in zip(*pairs, strict=True))
-    given = grids(items)
-    positions, _ = model.model.get_rope_index(
-        ids,
-        mm_token_type_ids=types,
-        image_grid_thw=given["image_grid"],
-        video_grid_thw=given["video_grid"],
-        second_per_grid_ts=given["second_per_grid"],
-        attention_mask=torch.ones_like(ids),
-    )
-    return positions[:, 0]
+    ids, types = (torch.cat(column) for column in zip(*pairs, strict=True))
+    return own_positions(model, ids, types, **grids(items))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -96,16 +88,17 @@ def test_every_order_of_real_model_inputs_has_the_positions_of_the_whole_prompt(
         def joined(name: str, order=order) -> torch.Tensor:
             return torch.cat([chunk.tensors[name] for chunk in order if name in chunk.tensors])
 
-        own, _ = runner.model.model.get_rope_index(
-            ids[None],
-            mm_token_type_ids=types[None],
-            image_grid_thw=joined("image_grid_thw"),
-            video_grid_thw=joined("video_grid_thw"),
-            second_per_grid_ts=joined("second_per_grid_ts"),
+        own = own_positions(
+            runner.model,
+            ids,
+            types,
+            image_grid=joined("image_grid_thw"),
+            video_grid=joined("video_grid_thw"),
+            second_per_grid=joined("second_per_grid_ts"),
         )
         sizes = [(runner.preamble.positions, runner.preamble.num_tokens)]
         sizes += [(chunk.positions, chunk.num_tokens) for chunk in order]
-        assert torch.equal(joined_positions(place(sizes)[0]), own[:, 0])
+        assert torch.equal(joined_positions(place(sizes)[0]), own)
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 37, 300])

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from backbone_runners import loaded_runner
 from PIL import Image
 from plain_model import greedy, own_cache, whole_prompt
 from tiny_models import passage, write_noise_image, write_passage
@@ -21,8 +22,6 @@ from kamera_cli.app import run
 from kamera_cli.engine import Engine
 from kamera_cli.errors import RefusedError, UsageError
 from kamera_cli.jobs.compare import reopen
-from kamera_cli.model.checkpoint import open_checkpoint
-from kamera_cli.model.loading import load
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.selftest import self_test
 from kamera_cli.settings import Settings
@@ -105,10 +104,7 @@ def test_its_answer_depends_on_the_picture(plain):
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def runner(request, folder) -> ModelRunner:
-    checkpoint = open_checkpoint(str(folder), trust_remote_code=True)
-    return ModelRunner(
-        load(checkpoint, device="cpu", dtype=request.param, attention="auto", trust_remote_code=True)
-    )
+    return loaded_runner(folder, request.param, trust_remote_code=True)
 
 
 @pytest.mark.parametrize("kind", ["image", "text"])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from backbone_runners import loaded_runner
 from tiny_backbones import save_backbone
 from transformers import DynamicCache
 
-from kamera_cli.model.checkpoint import open_checkpoint
-from kamera_cli.model.loading import load
-from kamera_cli.model.runner import ModelRunner
 from kamera_cli.selftest import self_test
 
 THETA = {"rope_theta": 10000.0}
@@ -35,16 +33,11 @@ CASES = [
 ]
 
 
-def open_runner(folder) -> ModelRunner:
-    options = {"device": "cpu", "dtype": "fp32", "attention": "auto", "trust_remote_code": False}
-    return ModelRunner(load(open_checkpoint(str(folder)), **options))
-
-
 @pytest.mark.parametrize(
     ("name", "variant", "rope"), CASES, ids=[f"{name}-{variant}" for name, variant, _ in CASES]
 )
 def test_a_variant_whose_keys_are_rotated_otherwise(tmp_path, name, variant, rope):
-    runner = open_runner(save_backbone(name, tmp_path / "model", rope=rope))
+    runner = loaded_runner(save_backbone(name, tmp_path / "model", rope=rope))
     rope_type = rope["rope_type"]
     assert runner.model.config.get_text_config().rope_parameters["rope_type"] == rope_type
     checks = self_test(runner)
@@ -64,7 +57,7 @@ def test_a_table_that_every_variant_shares_would_prove_nothing(tmp_path):
     for name, rope in VARIANTS.items():
         if name == "dynamic":
             continue  # the default table up to max_position_embeddings, and longer prompts are refused
-        runner = open_runner(save_backbone("llama", tmp_path / name, rope=rope))
+        runner = loaded_runner(save_backbone("llama", tmp_path / name, rope=rope))
         like = runner.preamble.embeddings
         tables.append(torch.cat(runner.family.rotation(torch.arange(600), like)))
     for index, one in enumerate(tables):
@@ -73,7 +66,7 @@ def test_a_table_that_every_variant_shares_would_prove_nothing(tmp_path):
 
 def test_dynamic_rope_remembers_nothing_of_an_earlier_prompt(tmp_path):
     """A longer prompt grows the table of this variant on the model object; within the context it is the default one."""
-    runner = open_runner(save_backbone("llama", tmp_path / "model", rope=VARIANTS["dynamic"]))
+    runner = loaded_runner(save_backbone("llama", tmp_path / "model", rope=VARIANTS["dynamic"]))
     like, positions = runner.preamble.embeddings, torch.arange(64)
     before = runner.family.rotation(positions, like)
     runner.family.rotation(torch.arange(runner.max_tokens), like)
