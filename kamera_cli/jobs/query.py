@@ -135,7 +135,7 @@ def query(
         tpot_ms=tpot_ms,
         patches_kept=kept,
         placed=arranged.placed,
-        warnings=_warnings(receipts),
+        warnings=_warnings(receipts, is_routed=runner.routes_tokens and not options.compare),
         compare=compare(
             engine, found_records(found), question_ids, ready.logits, answer, options.max_new_tokens
         )
@@ -295,10 +295,18 @@ def _receipts(
     return tuple(receipts)
 
 
-def _warnings(receipts: Sequence[ChunkReceipt]) -> tuple[str, ...]:
+def _warnings(receipts: Sequence[ChunkReceipt], *, is_routed: bool) -> tuple[str, ...]:
+    """What a reader of the answer has to know: chunks that miss something, and a KL that may not carry over."""
+    found = []
     blind = [str(receipt.number) for receipt in receipts if receipt.used == "blind"]
-    if not blind:
-        return ()
-    return (
-        f"chunks {', '.join(blind)} were reused without a patch: what they took in from earlier chunks is missing",
-    )
+    if blind:
+        found.append(
+            f"chunks {', '.join(blind)} were reused without a patch: what they took in from earlier chunks is missing"
+        )
+    if is_routed and any(receipt.kl is not None for receipt in receipts):
+        found.append(
+            "this model sends each token to a few of its experts, and a token between two of them can take the other "
+            "one: the KL in the receipt was measured on another question and may not hold for this one; "
+            "--compare measures it"
+        )
+    return tuple(found)

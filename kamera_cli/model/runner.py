@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -92,6 +93,11 @@ class ModelRunner:
         """Decoder layers that add visual features to their outputs."""
         vision = getattr(self.model.config, "vision_config", None)
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+    @cached_property
+    def routes_tokens(self) -> bool:
+        """Whether a layer sends each token to a few of its experts, so that a small change can take another way."""
+        return any(hasattr(module, "experts") for module in self.model.modules())
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Windows over a long life: an answer that differs from its stated conditioning, a tower that runs, a lost chunk.
 
-A patch's KL was measured on one question and is compared with ``--max-kl`` before another one is asked. Answers from
-exact patches are held to the bound; of answers with orbit or composed patches a small share may lie above it.
+A patch's KL was measured on one question and is compared with ``--max-kl`` before another one is asked: every answer is
+held to that bound, unless the receipt warns that it may not hold.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ QUESTIONS = [
     "tell me which shape is paired with letter k.",
 ]
 
-LOOSE_SHARE = 0.02
-"""Of reused answers, those with orbit or composed patches that may lie above the bound."""
+TOLD_SHARE = 0.05
+"""Of reused answers of a model with routed experts, those that may lie above the bound, each with its warning."""
 
 
 def sources(folder: Path, *, pictures: int, texts: int) -> list[Path]:
@@ -43,14 +43,13 @@ def said(walk: Walk) -> str:
     return f"{dict(walk.done)} {dict(walk.used)} worst KL {worst}"
 
 
-def require_no_silent_difference(walk: Walk) -> None:
+def require_no_silent_difference(walk: Walk, *, told_share: float = 0.0) -> None:
     print(said(walk))
-    lines = [said(walk), *(line for found in walk.trouble.values() for line in found)]
+    lines = [said(walk), *(line for found in walk.trouble.values() for line in found), *walk.told]
     num_reused = sum(len(found) for name, found in walk.distances.items() if name != "prefilled")
-    loose = sum(len(walk.trouble.get(name, ())) for name in ("orbit", "composed"))
     assert walk.tower_calls == 0
-    assert walk.trouble.keys() <= {"orbit", "composed"}, "\n".join(lines)
-    assert loose <= LOOSE_SHARE * num_reused, "\n".join(lines)
+    assert not walk.trouble, "\n".join(lines)
+    assert len(walk.told) <= told_share * num_reused, "\n".join(lines)
 
 
 def test_a_walk_with_pictures_and_a_small_memory(open_engine, tmp_path):
@@ -59,13 +58,17 @@ def test_a_walk_with_pictures_and_a_small_memory(open_engine, tmp_path):
     require_no_silent_difference(walk)
 
 
-def test_a_walk_with_latents(open_engine, tmp_path):
+@pytest.mark.parametrize("dense_layers", [0, 3])
+def test_a_walk_with_latents(open_engine, tmp_path, dense_layers):
     from tiny_backbones import save_backbone
 
-    model = str(save_backbone("deepseek_v2", tmp_path / "model"))
-    engine = open_engine(model=model, hot_bytes=300_000)
+    fields = {"first_k_dense_replace": dense_layers} if dense_layers else {}
+    engine = open_engine(
+        model=str(save_backbone("deepseek_v2", tmp_path / "model", **fields)), hot_bytes=300_000
+    )
+    assert engine.runner.routes_tokens == (not dense_layers)
     walk = Walk(engine, sources(tmp_path, pictures=0, texts=8), QUESTIONS, seed=1).run(120)
-    require_no_silent_difference(walk)
+    require_no_silent_difference(walk, told_share=0.0 if dense_layers else TOLD_SHARE)
 
 
 @pytest.mark.slow
@@ -76,6 +79,17 @@ def test_a_walk_of_a_thousand_operations(open_engine, tmp_path, family):
     pictures = 8 if family == "qwen2_5_vl" else 0
     files = sources(tmp_path, pictures=pictures, texts=10 - pictures)
     require_no_silent_difference(Walk(engine, files, QUESTIONS, seed=2).run(1000))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k25", "qwen3_vl_moe"])
+def test_a_walk_of_a_thousand_operations_with_routed_experts(open_engine, tmp_path, name):
+    from tiny_backbones import save_backbone
+
+    engine = open_engine(model=str(save_backbone(name, tmp_path / "model")), hot_bytes=300_000)
+    walk = Walk(engine, sources(tmp_path, pictures=0, texts=10), QUESTIONS, seed=2).run(1000)
+    require_no_silent_difference(walk, told_share=TOLD_SHARE)
 
 
 @pytest.mark.slow

@@ -65,6 +65,7 @@ class Walk:
         self.tower_calls = 0
         self.fallbacks: Counter[str] = Counter()
         self.trouble: dict[str, list[str]] = {}
+        self.told: list[str] = []
         self._conditioned: dict[tuple[int, ...], list] = {}
 
     def run(self, num_steps: int) -> Walk:
@@ -232,7 +233,7 @@ class Walk:
         if distance > bound:
             stated = [(receipt.used, receipt.rank, receipt.energy, receipt.kl) for receipt in result.chunks]
             line = f"KL {distance:.3g} > {bound:g}: chains {chains}, {question!r}, {stated}"
-            self.trouble.setdefault(name, []).append(line)
+            (self.told if result.warnings else self.trouble.setdefault(name, [])).append(line)
         return result.fallback is not None
 
     def _prefills(self) -> _Spy:
