@@ -1,13 +1,14 @@
 """The engine: ingest, compile_patches, query, evict and recall over one store and one model.
 
+What is common to all calls stands here (store, model, fingerprint, what is kept in memory); how each of them is done
+stands in the module of `kamera_cli.jobs` that it calls.
+
 Importing this module loads no torch; the model is loaded by the first call that needs it.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,8 @@ from kamera_cli.model.checkpoint import (
     positions_memory,
     read_contents,
 )
-from kamera_cli.operator.ranks import DEFAULT_ENERGY, parse_budget
+from kamera_cli.model.dtypes import dtype_name_for
+from kamera_cli.operator.ranks import DEFAULT_ENERGY
 from kamera_cli.results import (
     CompileResult,
     EvictResult,
@@ -48,8 +50,6 @@ if TYPE_CHECKING:
 
 POSITIONS, SELFTEST = "positions", "selftest"
 """State spaces of the store: what position functions answered, and which fingerprints passed the self-test."""
-
-_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class Engine:
@@ -194,11 +194,8 @@ class Engine:
         """Compute dtype without loading torch where the answer is plain; the loaded model's own otherwise."""
         if "runner" in self.__dict__:
             return str(self.runner.dtype).removeprefix("torch.")
-        if self.settings.dtype != "auto":
-            return _DTYPE_NAMES[self.settings.dtype]
-        if self.settings.device == "cpu" or not _cuda_possible():
-            return "float32"
-        return str(self.runner.dtype).removeprefix("torch.")
+        plain = dtype_name_for(self.settings.device, self.settings.dtype)
+        return plain or str(self.runner.dtype).removeprefix("torch.")
 
     def ensure_self_tested(self) -> None:
         """Run the self-test once per fingerprint, before anything is written for it.
@@ -296,42 +293,13 @@ class Engine:
         budget : str or None
             Most bytes of each patch, a share of the KV that it serves (``3%``) or a size (``20KB``); with ``auto``.
         """
-        from kamera_cli.jobs import orbit, pair_forming, patches, removal
-        from kamera_cli.operator.patch import FACTOR_DTYPES
+        from kamera_cli.jobs import compiling
+        from kamera_cli.jobs.patches import PatchOptions
 
-        if kind not in ("exact", "orbit", "pair", "removal"):
-            raise UsageError(f"--kind {kind} is not supported (supported: exact, orbit, pair, removal)")
-        if not 0 < energy <= 1:
-            raise UsageError(f"--energy {energy}: must be above 0 and at most 1")
-        if rank != "auto" and (not isinstance(rank, int) or isinstance(rank, bool)):
-            raise UsageError(f"--rank {rank} is neither 'auto' nor a whole number from 1 up")
-        if factor_dtype not in FACTOR_DTYPES:
-            raise UsageError(
-                f"--dtype {factor_dtype} is not supported (supported: {', '.join(FACTOR_DTYPES)})"
-            )
         if budget is not None:
             budget = str(budget)
-            parse_budget(budget)
-            if rank != "auto" or kind == "orbit":
-                asked = f"--rank {rank}" if rank != "auto" else f"--kind {kind}"
-                why = (
-                    "a budget goes with --rank auto"
-                    if rank != "auto"
-                    else "the patches of an orbit share their directions; set --rank or --energy"
-                )
-                raise UsageError(f"--budget {budget} and {asked} exclude each other; {why}")
-        options = patches.PatchOptions(
-            rank, energy, factor_dtype, probe, time_prefill, budget=budget, learn=True
-        )
-        if kind == "removal":
-            if chunks is not None:
-                raise UsageError("--kind removal goes by the window's own order; name no chunks")
-            return removal.remove(self, window, options)
-        if kind == "pair":
-            return pair_forming.compile_pairs(self, chunks, window, options)
-        if kind == "orbit":
-            return orbit.compile_orbit(self, chunks, window, options)
-        return patches.compile_window(self, chunks, window, options)
+        options = PatchOptions(rank, energy, factor_dtype, probe, time_prefill, budget=budget, learn=True)
+        return compiling.compile_patches(self, chunks, window, kind, options)
 
     def query(
         self,
@@ -458,13 +426,3 @@ class Engine:
     def windows(self) -> tuple[WindowView, ...]:
         """All windows of this tenant."""
         return list_windows(self.store, self.settings.tenant)
-
-
-def _cuda_possible() -> bool:
-    """Whether the installed torch may find a CUDA device: built with CUDA, and a driver is there. Loads no torch."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    version_file = Path(spec.origin).with_name("version.py")
-    built = re.search(r"^cuda\b[^=]*=\s*['\"]", version_file.read_text(encoding="utf-8"), re.MULTILINE)
-    return built is not None and os.path.exists("/dev/nvidiactl")

@@ -236,6 +236,7 @@ def _reused(
     question_ids: torch.Tensor,
     rank: int | None,
 ) -> Ready:
+    """Stored KV and patches become a cache (`read_and_assemble`); the model runs over the question alone."""
     runner = engine.runner
     patches = [chunk.chosen(action) for chunk, action in zip(found, chosen.actions, strict=True)]
     cache, end, reading = read_and_assemble(runner, library, found_records(found), patches, rank)
@@ -249,6 +250,7 @@ def _reused(
 
 
 def _prefilled(engine: Engine, library: Library, found: Sequence[Found], question_ids: torch.Tensor) -> Ready:
+    """The language model runs over everything, from stored embeddings; the vision tower does not run."""
     runner = engine.runner
     started = time.perf_counter()
     sizes = [library.segment_bytes(chunk.record) for chunk in found]

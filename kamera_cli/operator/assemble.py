@@ -81,6 +81,8 @@ def assemble(
 ) -> DynamicCache:
     """A fresh cache for the placed parts (design §2: K^ = R(p)·(K + U Vᵀ), V^ = V + U Vᵀ).
 
+    `patched_layer` adds U Vᵀ, `AttentionFamily.cache` rotates what it gives (R(p)) and lays it out as the model does.
+
     Parameters
     ----------
     layers : iterable of list of (LayerKV, LayerPatch or None)

@@ -1,4 +1,10 @@
-"""Durable, content-keyed storage of tensors for position-free KV caches: LMDB, zstd, checked reads."""
+"""Durable, content-keyed storage of tensors for position-free KV caches: LMDB, zstd, checked reads.
+
+From the bottom up: `errors`, `keys`, `records`, `header`, `codec` and `segments` say what the bytes mean; `binding`,
+`guard`, `gate`, `opening`, `environment` and `sharing` open a data file and give transactions; `payload`, `ledger`,
+`states`, `lookup`, `writing`, `deletion`, `eviction` and `room` work inside one; `kvstore` is what others call;
+`integrity`, `compaction` and `salvage` look after a store. ``FORMAT.md`` beside this package describes the bytes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,8 @@ _HOMES = {
     "states": ("State",),
     "stats": ("Share", "Stats"),
     "eviction": ("Eviction", "EvictionPlan", "UnitUsage"),
-    "integrity": ("CompactReport", "Damage", "VerifyReport"),
+    "compaction": ("CompactReport",),
+    "integrity": ("Damage", "VerifyReport"),
     "salvage": ("SalvageReport", "salvage"),
     "errors": (
         "ConflictError", "DamagedError", "DamagedRecordWarning", "FormatVersionError", "IdentityWarning",

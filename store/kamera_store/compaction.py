@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 
 from . import binding, guard
 from .environment import Environment
@@ -11,15 +12,18 @@ from .errors import NoRoomError
 from .transaction import Transaction
 
 
-def replace_by_compact_copy(env: Environment) -> tuple[int, int]:
-    """Write a compact copy beside the data file and swap it in.
+@dataclass(frozen=True)
+class CompactReport:
+    """Length of the data file before and after, in bytes."""
+
+    before_bytes: int
+    after_bytes: int
+
+
+def compact(env: Environment) -> CompactReport:
+    """Write the store anew without its free pages and swap the copy in.
 
     A kill leaves the old file or the new one, and at most a scratch folder that the next user removes.
-
-    Returns
-    -------
-    (int, int)
-        Length of the data file before and after.
 
     Raises
     ------
@@ -55,4 +59,4 @@ def replace_by_compact_copy(env: Environment) -> tuple[int, int]:
             shutil.rmtree(scratch, ignore_errors=True)
             if not mapped:
                 env.map()
-    return before, after
+    return CompactReport(before, after)

@@ -1,4 +1,4 @@
-"""Looking after a store: check every byte, set damaged entries aside, give space back."""
+"""Looking after a store: check every byte, set damaged entries aside, mend what follows from the records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import compaction, ledger, payload, probe, rows, states
+from . import ledger, payload, probe, rows, states
 from .errors import (
     DamagedError,
     FormatVersionError,
@@ -69,14 +69,6 @@ class VerifyReport:
     def ok(self) -> bool:
         """Whether nothing failed."""
         return not self.damaged
-
-
-@dataclass(frozen=True)
-class CompactReport:
-    """Length of the data file before and after, in bytes."""
-
-    before_bytes: int
-    after_bytes: int
 
 
 def verify(
@@ -232,18 +224,3 @@ def _mend(txn: Transaction, damages: list[Damage]) -> None:
         except (DamagedError, FormatVersionError, UnsupportedDtypeError):
             continue
         ledger.add(txn, ledger.usage_of(record, len(header), record.created_s), record)
-
-
-def compact(store: KVStore) -> CompactReport:
-    """Write the store anew without its free pages and swap the copy in atomically.
-
-    Raises
-    ------
-    StoreBusyError
-        If another process has the store open.
-    NoRoomError
-        If the disk has no room for the copy.
-    ReadOnlyError
-        If the store is open for reading only.
-    """
-    return CompactReport(*compaction.replace_by_compact_copy(store._env))

@@ -27,7 +27,8 @@ from .transaction import Transaction
 if TYPE_CHECKING:
     import numpy as np
 
-    from .integrity import CompactReport, VerifyReport
+    from .compaction import CompactReport
+    from .integrity import VerifyReport
     from .payload import FetchedLayer
 
 
@@ -445,7 +446,7 @@ class KVStore:
         return verify(self, on_progress=on_progress, quarantine=quarantine)
 
     def compact(self) -> CompactReport:
-        """Give freed pages back to the file system; see `integrity.compact`."""
-        from .integrity import compact
+        """Give freed pages back to the file system; see `compaction.compact`."""
+        from .compaction import compact
 
-        return compact(self)
+        return compact(self._env)
