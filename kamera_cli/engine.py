@@ -27,7 +27,6 @@ from kamera_cli.model.checkpoint import (
     read_contents,
 )
 from kamera_cli.model.dtypes import dtype_name_for
-from kamera_cli.operator.ranks import DEFAULT_ENERGY
 from kamera_cli.results import (
     CompileResult,
     EvictResult,
@@ -38,7 +37,7 @@ from kamera_cli.results import (
     RecallResult,
     WindowView,
 )
-from kamera_cli.settings import Settings, checked_name
+from kamera_cli.settings import DEFAULT_ENERGY, Settings, checked_name
 from kamera_cli.window import list_windows, load_window
 from kamera_store.kvstore import KVStore
 

@@ -31,6 +31,11 @@ MIN_QUOTA_BYTES = 1 << 20
 MAX_NAME_BYTES = 200
 """Of a tenant or a window."""
 
+DEFAULT_ENERGY = 0.999
+"""Share of a patch's worth that is captured unless told otherwise. On the embedded model no answer of 1,971 was then
+further than 0.01 nats from its re-prefill; at 0.995 two were above 0.05, at 0.99 five, at half and at 0.4 times the
+bytes."""
+
 _BYTE_UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGTP", start=1)

@@ -22,9 +22,8 @@ from kamera_cli.generate import next_token_kl
 from kamera_cli.jobs.patches import PatchOptions
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.scoring import is_greedy_match, score
-from kamera_cli.operator.ranks import DEFAULT_ENERGY
 from kamera_cli.results import Progress
-from kamera_cli.settings import Settings
+from kamera_cli.settings import DEFAULT_ENERGY, Settings
 
 if TYPE_CHECKING:
     from kamera_cli.bench import BenchOptions

@@ -10,7 +10,7 @@ from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
 from kamera_cli.bench.shares import Share, mean, percentile
 from kamera_cli.bench.sizes import Size
 from kamera_cli.operator.plan import AUTO_MAX_KL
-from kamera_cli.operator.ranks import DEFAULT_ENERGY
+from kamera_cli.settings import DEFAULT_ENERGY
 from kamera_cli.text import format_number
 
 if TYPE_CHECKING:

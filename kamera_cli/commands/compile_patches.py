@@ -10,8 +10,8 @@ import typer
 
 from kamera_cli.commands.session import ChunksArgument, Session, WindowOption, command
 from kamera_cli.errors import UsageError
-from kamera_cli.operator.ranks import DEFAULT_ENERGY
 from kamera_cli.results import CompileResult
+from kamera_cli.settings import DEFAULT_ENERGY
 from kamera_cli.text import count, display, format_bytes, format_ms, format_number, short_id, table
 
 if TYPE_CHECKING:

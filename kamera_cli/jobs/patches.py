@@ -26,8 +26,9 @@ from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.scoring import logits_after_each
 from kamera_cli.operator.patch import FACTOR_DTYPES, Precision, check_rank, direction_bytes, form
-from kamera_cli.operator.ranks import DEFAULT_ENERGY, Worth, check_budget, parse_budget
+from kamera_cli.operator.ranks import Worth, check_budget, parse_budget
 from kamera_cli.results import CompileResult, FormedPatch, Progress, RecallResult, WindowEntry
+from kamera_cli.settings import DEFAULT_ENERGY
 from kamera_cli.window import load_window, pick, recalled, update_window
 from kamera_store.records import Record
 

@@ -19,11 +19,6 @@ from dataclasses import dataclass
 from kamera_cli.errors import UsageError
 from kamera_cli.settings import parse_bytes
 
-DEFAULT_ENERGY = 0.999
-"""Share of a patch's worth that is captured unless told otherwise. On the embedded model no answer of 1,971 was then
-further than 0.01 nats from its re-prefill; at 0.995 two were above 0.05, at 0.99 five, at half and at 0.4 times the
-bytes."""
-
 FLOOR = 0.1
 """Smallest weight of a layer, as a share of the largest. A sensitivity is measured on a few probes of one window, and
 a question may read what none of them did; on the embedded model 0.1 beats both 0.02 and equal weights."""
