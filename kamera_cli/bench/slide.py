@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kamera_cli.bench.arrangement import Arrangement
 from kamera_cli.bench.episodes import Encoded, encoded_episodes, forced, group_of, shuffled
 from kamera_cli.bench.forming import AS_COMPILED, Learner
 from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
@@ -21,6 +22,7 @@ from kamera_cli.engine import Engine
 from kamera_cli.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.scoring import is_greedy_match, score
+from kamera_cli.operator.ranks import Worth
 from kamera_cli.results import Progress
 from kamera_cli.settings import Settings
 from kamera_cli.text import format_number
@@ -84,7 +86,42 @@ def _episode(encoded: Encoded, ranks: tuple[int, ...], learner: Learner, right: 
     before = encoded.arranged([leaving, *others])
     after = encoded.arranged(others)
     back = encoded.arranged([*others, leaving])
-    known = learner.worth(before)
+    windows = contexts(before, after, back, ranks, learner.worth(before))
+    asked = [
+        (group, question)
+        for question in encoded.episode.questions
+        if (group := _group(group_of(question), question.chunks, leaving)) is not None
+    ]
+    prompts = [forced(encoded.runner, question) for _, question in asked]
+    for end, caches in windows:
+        scored = score(encoded.runner, list(caches.values()), end, prompts)
+        for name, answers in zip(caches, scored, strict=True):
+            kls.setdefault(name, []).extend(
+                next_token_kl(expected[0], logits[0])
+                for expected, logits in zip(scored[0], answers, strict=True)
+            )
+            for (group, _), prompt, logits in zip(asked, prompts, answers, strict=True):
+                marks = right.setdefault(name, {each: [] for each in GROUPS})[group]
+                marks.append(is_greedy_match(logits, prompt.answer_ids, encoded.runner.eos_ids))
+
+
+def contexts(
+    before: Arrangement, after: Arrangement, back: Arrangement, ranks: tuple[int, ...], known: Worth | None
+) -> list[tuple[int, dict[str, DynamicCache]]]:
+    """Caches of all arms, by window and name, each window with the position at which a question starts.
+
+    Parameters
+    ----------
+    before, after, back : Arrangement
+        The chunk that leaves and the others; the others alone; the others and the chunk once more, at the end.
+    known : Worth or None
+        What the layers are worth.
+
+    Returns
+    -------
+    list of (int, dict)
+        The first cache of each window is its re-prefill.
+    """
     most = max(ranks)
     # What each chunk behind the first has before the slide, after the removal, and the recalled one on its return.
     fixed = before.patches(most)[1:], after.patches(most), back.patch(-1, most)
@@ -94,7 +131,7 @@ def _episode(encoded: Encoded, ranks: tuple[int, ...], learner: Learner, right: 
         back.patch(-1, "auto", worth=known),
     )
     kinds = {f"rank {rank}": (fixed, rank) for rank in ranks} | {AS_COMPILED: (compiled, None)}
-    contexts: list[tuple[int, dict[str, DynamicCache]]] = [
+    return [
         (before.end, {"before, re-prefill": before.exact}),
         (
             after.end,
@@ -124,23 +161,6 @@ def _episode(encoded: Encoded, ranks: tuple[int, ...], learner: Learner, right: 
             },
         ),
     ]
-    asked = [
-        (group, question)
-        for question in encoded.episode.questions
-        if (group := _group(group_of(question), question.chunks, leaving)) is not None
-    ]
-    prompts = [forced(encoded.runner, question) for _, question in asked]
-    for end, caches in contexts:
-        scored = score(encoded.runner, list(caches.values()), end, prompts)
-        for name, answers in zip(caches, scored, strict=True):
-            # The first cache of each context is its re-prefill.
-            kls.setdefault(name, []).extend(
-                next_token_kl(expected[0], logits[0])
-                for expected, logits in zip(scored[0], answers, strict=True)
-            )
-            for (group, _), prompt, logits in zip(asked, prompts, answers, strict=True):
-                marks = right.setdefault(name, {each: [] for each in GROUPS})[group]
-                marks.append(is_greedy_match(logits, prompt.answer_ids, encoded.runner.eos_ids))
 
 
 def _group(kind: str, chunks: tuple[int, ...], leaving: int) -> str | None:

@@ -124,6 +124,7 @@ def test_more_bytes_of_one_kind_answer_better_and_cost_what_they_say(
     assert 0.5 * raw["rank 4, fp16"] < raw["rank 4, int8"] < 0.55 * raw["rank 4, fp16"]
     for dtype, bits in (("int8", 8), ("int6", 6)):
         assert raw[f"auto 0.95, {dtype}"] < raw[f"auto 0.99, {dtype}"] < raw[f"auto 0.995, {dtype}"], bits
+    assert raw["auto 0.95, int8"] < 0.7 * raw["rank 4, int8"], "ranks do not go by worth"
     assert raw["auto 0.99, int6"] == pytest.approx(0.75 * raw["auto 0.99, int8"], rel=0.03)
     assert arms["budget 1 %, int8"]["patch_to_kv_raw_ratio"] <= 0.01
     assert arms["budget 3 %, int8"]["patch_to_kv_raw_ratio"] <= 0.03
