@@ -9,6 +9,7 @@ Importing this module loads no torch; the model is loaded by the first call that
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -47,8 +48,9 @@ if TYPE_CHECKING:
     from kamera_cli.model.runner import ModelRunner
     from kamera_cli.selftest import SelfTest
 
-POSITIONS, SELFTEST = "positions", "selftest"
-"""State spaces of the store: what position functions answered, and which fingerprints passed the self-test."""
+POSITIONS, SELFTEST, NO_GPU = "positions", "selftest", "no-gpu"
+"""State spaces of the store: what position functions answered, which fingerprints passed the self-test, and on which
+hosts it was said that there is no GPU."""
 
 
 class Engine:
@@ -148,9 +150,22 @@ class Engine:
         if self._read_contents(again, rehash=False) != taken:
             raise RefusedError(f"model {again.label} changed while it was in use; run the command again")
         if settings.device == "auto" and runner.device.type == "cpu":
-            self.warn("no GPU found: running on the CPU, expect it to be slow")
-        self.progress(Progress(f"loading {self.checkpoint.label}", 1, 1, "models"))
+            self._warn_of_the_cpu_once()
+        self.progress(
+            Progress(
+                f"loading {self.checkpoint.label}", 1, 1, "models", f"on the {runner.device.type.upper()}"
+            )
+        )
         return runner
+
+    def _warn_of_the_cpu_once(self) -> None:
+        """The first time that a model is loaded here for this store; the receipt of each query names the device."""
+        host = platform.node()[:200]
+        if self.store.get_state(NO_GPU, host) is None:
+            self.warn(
+                "no GPU found: running on the CPU, expect it to be slow (said once; -v names the device)"
+            )
+            self.store.put_state(NO_GPU, host, {"said": True}, expect="any")
 
     @cached_property
     def fingerprint(self) -> str:

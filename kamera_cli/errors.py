@@ -27,6 +27,27 @@ class RefusedError(KameraError):
     exit_code = 4
 
 
+class UnknownFactorsError(RefusedError):
+    """A newer kamera wrote a patch in a way that this one cannot read (exit code 4).
+
+    Parameters
+    ----------
+    patch : str
+        Its id.
+    kind : str
+        What its factors are.
+    known : str
+        What this version reads.
+    """
+
+    def __init__(self, patch: str, kind: str, known: str) -> None:
+        self.patch, self.kind, self.known = patch, kind, known
+        super().__init__(
+            f"patch {patch[:10]} has factors of kind {kind!r}, this version of kamera reads {known}; "
+            "upgrade kamera to use this store"
+        )
+
+
 class PartialFailure(KameraError):
     """Some sources of a batch failed; the others are done (exit code 1)."""
 

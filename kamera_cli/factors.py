@@ -11,13 +11,20 @@ from dataclasses import dataclass
 
 import torch
 
+from kamera_cli.errors import UnknownFactorsError
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator.orbit import Coefficients
 from kamera_cli.operator.patch import Factors, LayerPatch
-from kamera_cli.operator.quantise import pack, row_bytes, unpack
+from kamera_cli.operator.quantise import BITS, pack, row_bytes, unpack
 from kamera_store.errors import DamagedError
 from kamera_store.records import Record, TensorBytes
 from kamera_store.tensors import joined, to_bytes, to_torch
+
+FLOATS = ("float16", "bfloat16", "float32")
+"""What factors that are no integers are stored in."""
+
+PACKING = {"bits", "num_tokens", "widths"}
+"""Fields that `packing_of` gives; a way of packing with other fields is another kind of factors."""
 
 
 def packing_of(layers: Sequence[LayerPatch]) -> dict | None:
@@ -27,6 +34,23 @@ def packing_of(layers: Sequence[LayerPatch]) -> dict | None:
         return None
     widths = [[patch.rotary.v.shape[1], patch.plain.v.shape[1]] for patch in layers]
     return {"bits": first.bits, "num_tokens": first.u.shape[1], "widths": widths}
+
+
+def require_known_factors(patch: Record) -> None:
+    """Refuse a patch whose factors this version cannot read, before anything is read of it.
+
+    Raises
+    ------
+    UnknownFactorsError
+    """
+    known = f"{', '.join(f'int{bits}' for bits in BITS)}, {', '.join(FLOATS)}"
+    packing = patch.meta.get("factors")
+    if packing is not None and not (packing.keys() == PACKING and packing["bits"] in BITS):
+        kind = packing.get("kind") or f"int{packing.get('bits', '?')}"
+        raise UnknownFactorsError(patch.id, str(kind), known)
+    dtypes = {tensor.dtype for tensor in patch.tensors} - set(FLOATS if packing is None else ("uint8",))
+    if dtypes:
+        raise UnknownFactorsError(patch.id, min(dtypes), known)
 
 
 def tensors_of(

@@ -196,10 +196,17 @@ class Shelf:
     def stored_bytes(self, index: int) -> tuple[int, int]:
         """Stored bytes of one record that had to be read, and that were in memory instead."""
         record = self._records[index]
-        layers = sum(tensor.stored_bytes for tensor in record.tensors if tensor.layer >= 0)
         positions = record.tensor("positions").stored_bytes if record.kind == "chunk" else 0
+        layers = assembly_size(record) - positions
         hot = layers * (self._layers[index] is not None) + positions * self._positions_hot[index]
         return layers + positions - hot, hot
+
+
+def assembly_size(record: Record) -> int:
+    """Stored bytes of a chunk or patch that an assembled cache is made of: its layers, and a chunk's positions."""
+    return sum(
+        tensor.stored_bytes for tensor in record.tensors if tensor.layer >= 0 or tensor.name == "positions"
+    )
 
 
 def tensor_bytes(value: object) -> int:

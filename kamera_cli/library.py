@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from kamera_cli.factors import LayerReader, packing_of, tensors_of
+from kamera_cli.factors import LayerReader, packing_of, require_known_factors, tensors_of
 from kamera_cli.hot import HotCache, Part, Shelf, Version
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import ChunkInputs, Deepstack, Segment
@@ -26,7 +26,7 @@ from kamera_cli.results import WindowEntry
 from kamera_store.errors import DamagedError, DamagedRecordWarning
 from kamera_store.keys import Identity, chunk_identity, patch_identity
 from kamera_store.kvstore import KVStore
-from kamera_store.records import Record, TensorBytes
+from kamera_store.records import Record, TensorBytes, TensorInfo
 from kamera_store.tensors import to_bytes, to_torch
 
 _T = TypeVar("_T")
@@ -123,16 +123,15 @@ class Library:
         return self._through(record, "segment", lambda: self._read_segment(record))
 
     def _read_segment(self, record: Record) -> Segment:
-        held = {tensor.name for tensor in record.tensors if tensor.layer < 0}
-        names = {"embeddings", "positions", "deepstack_at", "deepstack"} & held
+        names = sorted(tensor.name for tensor in _of_segment(record))
         tensors = {
             name: to_torch(tensor)
-            for (name, _), tensor in self.store.read(record, [(name, -1) for name in sorted(names)]).items()
+            for (name, _), tensor in self.store.read(record, [(name, -1) for name in names]).items()
         }
         positions = RelativePositions(tensors["positions"], record.meta["span"])
         deepstack = (
             Deepstack(tensors["deepstack_at"], tensors["deepstack"].to(self.device))
-            if "deepstack" in held
+            if "deepstack" in tensors
             else None
         )
         return Segment(tensors["embeddings"].to(self.device), positions, deepstack)
@@ -159,12 +158,21 @@ class Library:
         return patch_identity(chunk=chunk, antecedents=antecedents, kind=kind, tenant=self.tenant)
 
     def find_patch(self, chunk: Identity, antecedents: Sequence[Identity], kind: str) -> Record | None:
-        """The stored patch for exactly this conditioning; a damaged one is a miss with a warning."""
+        """The stored patch for exactly this conditioning; a damaged one is a miss with a warning.
+
+        Raises
+        ------
+        UnknownFactorsError
+            A newer kamera wrote it.
+        """
         try:
-            return self.store.find(self.patch_identity(chunk, antecedents, kind), tenant=self.tenant)
+            found = self.store.find(self.patch_identity(chunk, antecedents, kind), tenant=self.tenant)
         except DamagedError as error:
             warnings.warn(f"{error}; counted as a miss", DamagedRecordWarning, stacklevel=2)
             return None
+        if found is not None:
+            require_known_factors(found)
+        return found
 
     def find_orbit(self, chunk: Identity, antecedents: Sequence[Identity]) -> tuple[Record, ...]:
         """The orbit patch for these antecedents in any order, after the record that holds its V; nothing if none."""
@@ -251,14 +259,25 @@ class Library:
         )
 
     def segment_bytes(self, record: Record) -> tuple[int, int]:
-        """Stored bytes of a chunk's embeddings that `segment` has to read, and that are in memory instead."""
-        size = record.tensor("embeddings").stored_bytes
+        """Stored bytes of a chunk that `segment` has to read, and that are in memory instead."""
+        size = segment_size(record)
         hot = self.hot is not None and self.hot.holds(self.version(record), "segment")
         return (0, size) if hot else (size, 0)
 
     def _through(self, record: Record, part: Part, read: Callable[[], _T]) -> _T:
         """From memory, or read and kept there."""
         return read() if self.hot is None else self.hot.through(self.store, self.version(record), part, read)
+
+
+def _of_segment(record: Record) -> list[TensorInfo]:
+    """The tensors of a chunk that a forward starts from."""
+    names = ("embeddings", "positions", "deepstack_at", "deepstack")
+    return [tensor for tensor in record.tensors if tensor.layer < 0 and tensor.name in names]
+
+
+def segment_size(record: Record) -> int:
+    """Stored bytes of a chunk that a forward starts from."""
+    return sum(tensor.stored_bytes for tensor in _of_segment(record))
 
 
 def identity_of(entry: WindowEntry) -> Identity:

@@ -33,7 +33,7 @@ class Output:
     json_mode : bool
         Print one strict JSON object as the result, nothing for people.
     quiet : bool
-        No progress, notes or warnings; results keep only what matters most. Errors are always printed.
+        No progress, notes or warnings: results and errors alone.
     verbose : bool
         Tracebacks, and progress as plain lines where stderr is not a terminal.
     out, err : text streams, optional

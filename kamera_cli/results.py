@@ -77,6 +77,21 @@ class IngestResult:
 
 
 @dataclass(frozen=True)
+class ReplacedPatch:
+    """What stood in the store for the same chunk and antecedents before; fields as in `FormedPatch`.
+
+    ``energy`` is the one by which a plan trusted it. ``had_compositions``: compositions of it and other pairs had been
+    measured, which are lost with it.
+    """
+
+    rank: int
+    energy: float
+    kl: float | None
+    patch_bytes: int
+    had_compositions: bool = False
+
+
+@dataclass(frozen=True)
 class FormedPatch:
     """One patch of ``Engine.compile_patches``.
 
@@ -84,6 +99,8 @@ class FormedPatch:
     prompt's closing tokens when the patch was formed, with and without the patch. ``energy`` is the smallest captured
     share of the residual's squared Frobenius norm over layers; ``energy_weighted`` that of all layers together,
     weighted by their measured sensitivity (None where none was). ``split`` has the ranks of both tensors of each layer.
+    ``antecedent_numbers`` are 0 for chunks that the window does not know. ``why_not`` says why ``--reuse auto`` will
+    not use the patch, if it will not; ``replaced`` is what it took the place of.
     """
 
     id: str
@@ -100,6 +117,14 @@ class FormedPatch:
     form_ms: float
     energy_weighted: float | None = None
     split: tuple[tuple[int, int], ...] = ()
+    antecedent_numbers: tuple[int, ...] = ()
+    why_not: WhyNot | None = None
+    replaced: ReplacedPatch | None = None
+
+    @property
+    def trusted_energy(self) -> float:
+        """The energy by which a plan trusts the patch (`kamera_cli.operator.ranks.proven_energy`)."""
+        return self.energy if self.energy_weighted is None else self.energy_weighted
 
 
 @dataclass(frozen=True)
@@ -294,24 +319,41 @@ class WindowEntry:
 
 @dataclass(frozen=True)
 class WindowView:
-    """A window as commands show it. ``evicted`` keeps what can be recalled."""
+    """A window as commands show it. ``evicted`` keeps what can be recalled.
+
+    ``next_number`` is above every number that the window ever gave, also to chunks that were purged since; 0 in a
+    window that was stored before there was such a field.
+    """
 
     name: str
     tenant: str
     fingerprint: str
     entries: tuple[WindowEntry, ...] = ()
     evicted: tuple[WindowEntry, ...] = ()
+    next_number: int = 0
 
 
 @dataclass(frozen=True)
 class EvictResult:
-    """Result of ``Engine.evict``. Bytes are zero unless chunks were purged from the store."""
+    """Result of ``Engine.evict``. Bytes are zero unless chunks were purged from the store.
+
+    Attributes
+    ----------
+    purged, purged_patches : tuple of str
+        Ids of the chunks that were deleted, and of the patches that went with them: theirs, and those that name one.
+    freed_bytes : int
+        Freed inside the data file, patches included.
+    patch_bytes : int
+        Stored bytes of those patches.
+    """
 
     window: WindowView
     evicted: tuple[WindowEntry, ...]
     purged: tuple[str, ...] = ()
     freed_bytes: int = 0
     dry_run: bool = False
+    purged_patches: tuple[str, ...] = ()
+    patch_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+WHY_NOT_WORDS = {
+    "no_patch": "no patch for this order yet",
+    "max_kl": "measured KL of the patch too high",
+    "low_energy": "patch captures too little",
+    "damaged": "stored data damaged",
+}
+"""What people read for a `kamera_cli.results.WhyNot`; programs get the code."""
 
 
 def strict_json(value: object) -> object:
@@ -104,6 +113,44 @@ def count(number: int, noun: str) -> str:
     stem, ending = (noun[:-1], "ies") if noun.endswith("y") else (noun, "es" if noun.endswith("ch") else "s")
     plural = stem + ending
     return f"{number} {noun if number == 1 else plural}"
+
+
+def chunks_words(numbers: Iterable[int]) -> str:
+    """``chunk 2``, ``chunks 2, 3``; ``?`` for 0, a chunk that the window does not know."""
+    shown = [str(number) if number else "?" for number in numbers]
+    return f"{'chunk' if len(shown) == 1 else 'chunks'} {', '.join(shown)}"
+
+
+def brief_numbers(numbers: Sequence[int]) -> str:
+    """``1 2 4``, ``1 2 3 … 9`` when there are many, ``?`` for a chunk that the window no longer knows."""
+    shown = [str(number) if number else "?" for number in numbers]
+    if len(shown) > 5:
+        shown = [*shown[:3], "…", shown[-1]]
+    return " ".join(shown) or "nothing"
+
+
+def misses_words(misses: Iterable[tuple[int, str]]) -> str:
+    """``chunks 2, 3: no patch for this order yet; chunk 4: stored data damaged`` of (number, why not)."""
+    by_reason: dict[str, list[int]] = {}
+    for number, why_not in misses:
+        by_reason.setdefault(why_not, []).append(number)
+    return "; ".join(
+        f"{chunks_words(numbers)}: {WHY_NOT_WORDS[why_not]}" for why_not, numbers in by_reason.items()
+    )
+
+
+def compile_command(window: str, order: Sequence[int] | None) -> str:
+    """The command that forms the patches of a window: of its own order for None."""
+    named = ["--window", shlex.quote(window)] if window != "default" else []
+    return " ".join(["kamera compile-patches", *map(str, order or ()), *named])
+
+
+def advice(misses: Iterable[tuple[int, str]], window: str, order: Sequence[int] | None) -> str:
+    """What would make chunks reusable that are not."""
+    command = compile_command(window, order)
+    if {why_not for _, why_not in misses} == {"max_kl"}:
+        return f"raise --max-kl, or form better patches with: {command} --energy 0.9999"
+    return f"form the patches with: {command}"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, header: bool = True) -> Table:

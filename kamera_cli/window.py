@@ -18,10 +18,13 @@ _RETRIES = 20
 
 
 def appended(window: WindowView, new: Sequence[WindowEntry]) -> WindowView:
-    """Add chunks at the end, each conditioned on what stands before it; a chunk that is there already stays."""
+    """Add chunks at the end, each conditioned on what stands before it; a chunk that is there already stays.
+
+    No number is given twice, not even that of a chunk that was purged.
+    """
     entries = list(window.entries)
     evicted = list(window.evicted)
-    number = max((entry.number for entry in [*entries, *evicted]), default=0)
+    number = _last_number(window)
     for entry in new:
         if any(entry.chunk == present.chunk for present in entries):
             continue
@@ -31,7 +34,12 @@ def appended(window: WindowView, new: Sequence[WindowEntry]) -> WindowView:
         number += known is None
         before = tuple(present.chunk for present in entries)
         entries.append(replace(entry, number=known.number if known else number, conditioned_on=before))
-    return replace(window, entries=tuple(entries), evicted=tuple(evicted))
+    return replace(window, entries=tuple(entries), evicted=tuple(evicted), next_number=number + 1)
+
+
+def _last_number(window: WindowView) -> int:
+    """The highest number that a window ever gave, as far as it knows."""
+    return max(window.next_number - 1, *(entry.number for entry in (*window.entries, *window.evicted)), 0)
 
 
 def without(window: WindowView, leaving: Sequence[WindowEntry]) -> WindowView:
@@ -52,6 +60,7 @@ def purged(window: WindowView, leaving: Sequence[WindowEntry]) -> WindowView:
         window,
         entries=tuple(entry for entry in window.entries if entry.chunk not in gone),
         evicted=tuple(entry for entry in window.evicted if entry.chunk not in gone),
+        next_number=_last_number(window) + 1,
     )
 
 
@@ -131,6 +140,25 @@ def pick(entries: Sequence[WindowEntry], names: Sequence[str], where: str) -> tu
     return tuple(chosen)
 
 
+def refuse_what_left(window: WindowView, names: Sequence[str], what: str) -> None:
+    """Say so where a number means a chunk that the window no longer holds.
+
+    Parameters
+    ----------
+    what : str
+        What to do about it; ``{name}`` stands for the number.
+
+    Raises
+    ------
+    NotFoundError
+    """
+    present = {str(entry.number) for entry in window.entries}
+    gone = {str(entry.number) for entry in window.evicted}
+    for name in names:
+        if name not in present and name in gone:
+            raise NotFoundError(f"chunk {name} has left window {window.name!r}; {what.format(name=name)}")
+
+
 def load_window(store: KVStore, tenant: str, name: str) -> WindowView:
     """A stored window.
 
@@ -208,4 +236,5 @@ def _from_json(value: Mapping) -> WindowView:
         value["fingerprint"],
         entries(value["entries"]),
         entries(value["evicted"]),
+        value.get("next_number", 0),
     )

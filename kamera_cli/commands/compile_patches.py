@@ -10,12 +10,24 @@ import typer
 
 from kamera_cli.commands.session import ChunksArgument, Session, WindowOption, command
 from kamera_cli.errors import UsageError
-from kamera_cli.results import CompileResult
+from kamera_cli.results import CompileResult, FormedPatch, ReplacedPatch
 from kamera_cli.settings import DEFAULT_ENERGY
-from kamera_cli.text import count, display, format_bytes, format_ms, format_number, short_id, table
+from kamera_cli.text import (
+    brief_numbers,
+    count,
+    display,
+    format_bytes,
+    format_ms,
+    format_number,
+    short_id,
+    table,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+MAX_REPLACED = 4
+"""Patches that are named one by one among those that lost their place."""
 
 
 @command
@@ -117,6 +129,7 @@ def payload(result: CompileResult) -> dict[str, object]:
                 "chunk": patch.chunk,
                 "chunk_number": patch.chunk_number,
                 "antecedents": patch.antecedents,
+                "antecedent_numbers": patch.antecedent_numbers,
                 "outcome": patch.outcome,
                 "ranks": patch.ranks,
                 "split": patch.split,
@@ -127,6 +140,8 @@ def payload(result: CompileResult) -> dict[str, object]:
                 "patch_bytes": patch.patch_bytes,
                 "chunk_kv_bytes": patch.chunk_kv_bytes,
                 "form_ms": patch.form_ms,
+                "why_not": patch.why_not,
+                "replaced": None if patch.replaced is None else dataclasses.asdict(patch.replaced),
             }
             for patch in result.patches
         ],
@@ -156,7 +171,7 @@ def view(result: CompileResult) -> Iterable[RenderableType]:
         (
             ">#",
             "patch",
-            "before it",
+            "after",
             "outcome",
             ">rank",
             ">energy",
@@ -170,36 +185,79 @@ def view(result: CompileResult) -> Iterable[RenderableType]:
             (
                 patch.chunk_number or "–",
                 short_id(patch.id),
-                " ".join(short_id(chunk) for chunk in patch.antecedents),
+                _after(result, patch),
                 patch.outcome,
                 format_ranks(patch.ranks),
-                format_share(patch.energy if patch.energy_weighted is None else patch.energy_weighted),
+                format_share(patch.trusted_energy),
                 format_number(patch.kl),
                 format_number(patch.kl_blind),
                 format_bytes(patch.patch_bytes),
                 format_share(patch.patch_bytes / patch.chunk_kv_bytes if patch.chunk_kv_bytes else None),
-                format_ms(patch.form_ms),
+                format_ms(patch.form_ms if patch.outcome == "formed" else None),
             )
             for patch in result.patches
         ),
     )
     formed = sum(patch.outcome == "formed" for patch in result.patches)
-    yield (
+    if not formed:
+        yield f"{count(len(result.patches), 'patch')} found in {format_ms(result.total_ms)}, none was missing"
+    else:
+        yield formed_line(result, formed)
+    if line := replaced_line(result):
+        yield line
+    if result.composed:
+        yield from composed_view(result)
+
+
+def formed_line(result: CompileResult, formed: int) -> str:
+    """How many patches were formed, and what that took."""
+    return (
         f"{count(formed, 'patch')} formed, {len(result.patches) - formed} found in {format_ms(result.total_ms)} "
         f"({format_ms(result.prefill_ms)} of it in conditioned forwards, {format_ms(result.measure_ms)} measuring KL"
         + (f", {format_ms(result.learn_ms)} what each layer is worth" if result.learn_ms >= 10 else "")
         + (")" if result.form_ratio is None else f"; formed in {result.form_ratio:.2f} prefills)")
     )
-    if result.composed:
-        yield from composed_view(result)
+
+
+def _after(result: CompileResult, patch: FormedPatch) -> str:
+    """Numbers of the antecedents: in their order, or ascending where a patch serves every order."""
+    numbers = patch.antecedent_numbers
+    return brief_numbers(sorted(numbers) if result.kind == "orbit" else numbers)
+
+
+def replaced_line(result: CompileResult) -> str | None:
+    """Which stored patches the new ones took the place of; None where there was none, or just the same."""
+    found = [(patch, patch.replaced) for patch in result.patches if _differs(patch, patch.replaced)]
+    if not found:
+        return None
+    listed = [
+        f"chunk {patch.chunk_number or '?'} after {brief_numbers(patch.antecedent_numbers)} (rank {old.rank}, energy "
+        f"{format_share(old.energy)}, {format_bytes(old.patch_bytes)})"
+        for patch, old in found[:MAX_REPLACED]
+    ]
+    more = f", and {len(found) - MAX_REPLACED} more" if len(found) > MAX_REPLACED else ""
+    lost = "; compositions of them are to be measured anew with --kind pair"
+    lost = lost if result.kind != "pair" and any(old.had_compositions for _, old in found) else ""
+    return f"took the place of stored patches: {', '.join(listed)}{more}{lost}"
+
+
+def _differs(patch: FormedPatch, old: ReplacedPatch | None) -> bool:
+    new = (max(patch.ranks, default=0), patch.trusted_energy, patch.patch_bytes)
+    return old is not None and (old.had_compositions or new != (old.rank, old.energy, old.patch_bytes))
 
 
 def composed_view(result: CompileResult) -> Iterable[RenderableType]:
     """What people see of the bounds of compositions, below the pairs."""
     yield table(
-        (">antecedents", ">KL at most", ">KL unpatched", ">arrangements measured"),
+        (">antecedents", ">KL at most", ">KL unpatched", ">of the true Δ", ">arrangements measured"),
         (
-            (bound.num_antecedents, format_number(bound.kl), format_number(bound.kl_blind), bound.num_samples)
+            (
+                bound.num_antecedents,
+                format_number(bound.kl),
+                format_number(bound.kl_blind),
+                format_share(bound.energy),
+                bound.num_samples,
+            )
             for bound in result.composed
         ),
     )

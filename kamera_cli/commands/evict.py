@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kamera_cli.commands.compact import compact_line, compact_payload
-from kamera_cli.commands.recall import entry_payload, order_line
+from kamera_cli.commands.recall import entry_payload, named, order_line
 from kamera_cli.commands.session import (
     ChunksArgument,
     DryRunOption,
@@ -26,7 +27,11 @@ from kamera_cli.text import count, display, format_bytes, format_ms, short_id, t
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from kamera_store import KVStore
     from kamera_store.eviction import Eviction, EvictionPlan
+
+Names = Mapping[str, str | None]
+"""Name of a media unit by its id."""
 
 
 @command
@@ -66,12 +71,14 @@ def evict(
         report = finish(session, compact=compact and not dry_run)
         session.output.result("evict", window_payload(result) | report, lambda: window_view(result, report))
         return
-    plan, freed_bytes = evict_from_store(session, to=to, older_than=older_than, dry_run=dry_run, yes=yes)
+    plan, names_of, freed_bytes = evict_from_store(
+        session, to=to, older_than=older_than, dry_run=dry_run, yes=yes
+    )
     report = finish(session, compact=compact and not dry_run)
     session.output.result(
         "evict",
-        plan_payload(plan, freed_bytes, dry_run) | report,
-        lambda: plan_view(plan, freed_bytes, dry_run, report),
+        plan_payload(plan, names_of, freed_bytes, dry_run) | report,
+        lambda: plan_view(plan, names_of, freed_bytes, dry_run, report),
     )
 
 
@@ -107,8 +114,17 @@ def evict_from_window(
 
 def evict_from_store(
     session: Session, *, to: str | None, older_than: str | None, dry_run: bool, yes: bool
-) -> tuple[EvictionPlan | None, int]:
-    """Plan, ask, then carry out. Returns the plan (None when only ``--compact`` was asked) and the bytes freed.
+) -> tuple[EvictionPlan | None, Names, int]:
+    """Plan, ask, then carry out.
+
+    Returns
+    -------
+    EvictionPlan or None
+        None when only ``--compact`` was asked.
+    Names
+        What the media of the plan's units are called.
+    int
+        Bytes freed.
 
     Raises
     ------
@@ -116,16 +132,25 @@ def evict_from_store(
         If nobody can be asked and ``--yes`` was not given, or if the answer is no.
     """
     if to is None and older_than is None:
-        return None, 0
+        return None, {}, 0
     to_bytes = None if to is None else parse_bytes(to)
     older_than_s = None if older_than is None else parse_duration_s(older_than)
     with session.store(read_only=dry_run) as store:
         plan = store.plan_eviction(to_bytes=to_bytes, older_than_s=older_than_s)
+        names_of = {eviction.unit.unit: unit_name(store, eviction) for eviction in (*plan.units, *plan.kept)}
         if dry_run or not plan.units:
-            return plan, 0
-        question = f"delete {count(len(plan.units), 'unit')}, {format_bytes(plan.freed_bytes)}?"
+            return plan, names_of, 0
+        question = f"delete {count(len(plan.units), 'source')}, {format_bytes(plan.freed_bytes)}?"
         session.require_consent(question, yes=yes)
-        return plan, store.evict(plan)
+        return plan, names_of, store.evict(plan)
+
+
+def unit_name(store: KVStore, eviction: Eviction) -> str | None:
+    """What the first chunk of a media unit is called, without the number of the chunk; None where none is left."""
+    records = (store.get(key) for key in eviction.unit.keys)
+    chunks = [record for record in records if record is not None and record.kind == "chunk"]
+    first = min(chunks, key=lambda record: str(record.meta.get("name", "")), default=None)
+    return None if first is None else re.sub(r"#\d+$", "", str(first.meta.get("name", "")))
 
 
 def finish(session: Session, *, compact: bool) -> dict[str, object]:
@@ -147,35 +172,46 @@ def window_payload(result: EvictResult) -> dict[str, object]:
         "evicted": [entry_payload(entry) for entry in result.evicted],
         "chunks": [entry_payload(entry) for entry in result.window.entries],
         "purged": result.purged,
+        "purged_patches": result.purged_patches,
+        "patch_bytes": result.patch_bytes,
         "freed_bytes": result.freed_bytes,
     }
 
 
 def window_view(result: EvictResult, report: Mapping[str, object]) -> Iterable[RenderableType]:
     """What people see of it."""
-    would = "would leave" if result.dry_run else "left"
-    gone = ", ".join(f"{entry.number} ({display(entry.name)})" for entry in result.evicted)
+    if result.purged:
+        would = "would be purged from" if result.dry_run else "purged from"
+    else:
+        would = "would leave" if result.dry_run else "left"
+    gone = named(result.evicted)
     yield f"{gone} {would} window {display(result.window.name)}, which holds: {order_line(result.window)}"
     if result.purged:
         deleted = "would be deleted" if result.dry_run else "deleted"
         freed = format_bytes(result.freed_bytes)
-        gone = (
-            f"{count(len(result.purged), 'chunk')} {deleted} from the store, with all patches that name one"
+        patches = f"{count(len(result.purged_patches), 'patch')} of {format_bytes(result.patch_bytes)}"
+        gone = f"{count(len(result.purged), 'chunk')} {deleted} from the store"
+        gone += (
+            f" with {patches} that hold something of them"
+            if result.purged_patches
+            else "; no patch names them"
         )
-        yield f"{gone}: {freed} freed inside the file"
+        yield f"{gone}: {freed} {'to be ' if result.dry_run else ''}freed inside the file"
     elif not result.dry_run:
         yield "the store keeps them: kamera recall puts them back"
     yield from file_lines(report)
 
 
-def plan_payload(plan: EvictionPlan | None, freed_bytes: int, dry_run: bool) -> dict[str, object]:
+def plan_payload(
+    plan: EvictionPlan | None, names_of: Names, freed_bytes: int, dry_run: bool
+) -> dict[str, object]:
     """The fields of ``kamera.evict.v1`` for a store-wide plan."""
     if plan is None:
         return {"dry_run": dry_run, "units": [], "freed_bytes": 0}
     return {
         "dry_run": dry_run,
-        "units": [_unit_payload(eviction) for eviction in plan.units],
-        "kept": [_unit_payload(eviction) for eviction in plan.kept],
+        "units": [_unit_payload(eviction, names_of) for eviction in plan.units],
+        "kept": [_unit_payload(eviction, names_of) for eviction in plan.kept],
         "used_bytes": plan.used_bytes,
         "to_bytes": plan.to_bytes,
         "planned_bytes": plan.freed_bytes,
@@ -185,31 +221,40 @@ def plan_payload(plan: EvictionPlan | None, freed_bytes: int, dry_run: bool) -> 
 
 
 def plan_view(
-    plan: EvictionPlan | None, freed_bytes: int, dry_run: bool, report: Mapping[str, object]
+    plan: EvictionPlan | None,
+    names_of: Names,
+    freed_bytes: int,
+    dry_run: bool,
+    report: Mapping[str, object],
 ) -> Iterable[RenderableType]:
     """What people see of it."""
     if plan is not None:
         if plan.units or plan.kept:
             yield table(
-                ("", "unit", "tenant", ">chunks", ">patches", ">size", ">to rebuild", "why"),
-                [_unit_row("would go" if dry_run else "gone", eviction) for eviction in plan.units]
-                + [_unit_row("stays", eviction) for eviction in plan.kept],
+                ("", "source", "tenant", ">chunks", ">patches", ">size", ">to rebuild", "why"),
+                [_unit_row("would go" if dry_run else "gone", eviction, names_of) for eviction in plan.units]
+                + [_unit_row("stays", eviction, names_of) for eviction in plan.kept],
             )
         does = (
             f"would free {format_bytes(plan.freed_bytes)}"
             if dry_run
             else f"freed {format_bytes(freed_bytes)}"
         )
-        yield f"{count(len(plan.units), 'unit')}: {does} inside the file"
+        yield (
+            f"{count(len(plan.units), 'source')}: {does} inside the file"
+            if plan.units
+            else "nothing to delete"
+        )
         if not plan.reached:
             yield "that is not enough: what stays is held by windows; take it out with kamera evict CHUNK"
     yield from file_lines(report)
 
 
-def _unit_payload(eviction: Eviction) -> dict[str, object]:
+def _unit_payload(eviction: Eviction, names_of: Names) -> dict[str, object]:
     unit = eviction.unit
     return {
         "unit": unit.unit,
+        "name": names_of.get(unit.unit),
         "tenant": unit.tenant,
         "reason": eviction.reason,
         "ids": [key.hex() for key in unit.keys],
@@ -222,11 +267,11 @@ def _unit_payload(eviction: Eviction) -> dict[str, object]:
     }
 
 
-def _unit_row(fate: str, eviction: Eviction) -> tuple[object, ...]:
+def _unit_row(fate: str, eviction: Eviction, names_of: Names) -> tuple[object, ...]:
     unit = eviction.unit
     return (
         fate,
-        short_id(unit.unit),
+        names_of.get(unit.unit) or short_id(unit.unit),
         unit.tenant,
         unit.num_chunks,
         unit.num_patches,

@@ -10,7 +10,7 @@ import typer
 
 from kamera_cli.commands.session import Session, command
 from kamera_cli.results import WindowEntry, WindowView
-from kamera_cli.text import count, display, format_bytes, short_id, table
+from kamera_cli.text import brief_numbers, count, display, format_bytes, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -141,11 +141,3 @@ def _table(chunks: Sequence[Listed]) -> RenderableType:
             for chunk in chunks
         ),
     )
-
-
-def brief_numbers(numbers: Sequence[int]) -> str:
-    """``1 2 4``, ``1 2 3 … 9`` when there are many, ``?`` for a chunk that the window no longer knows."""
-    shown = [str(number) if number else "?" for number in numbers]
-    if len(shown) > 5:
-        shown = [*shown[:3], "…", shown[-1]]
-    return " ".join(shown) or "nothing"

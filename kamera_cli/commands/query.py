@@ -19,7 +19,17 @@ from kamera_cli.results import (
     QueryResult,
     Stages,
 )
-from kamera_cli.text import display, format_bytes, format_ms, format_number, table
+from kamera_cli.text import (
+    WHY_NOT_WORDS,
+    advice,
+    count,
+    display,
+    format_bytes,
+    format_ms,
+    format_number,
+    misses_words,
+    table,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,12 +41,6 @@ USED_WORDS = {
     "canonical": "as stored, nothing stands before it",
     "blind": "as stored, unpatched",
     "prefilled": "computed anew",
-}
-WHY_NOT_WORDS = {
-    "no_patch": "no patch for this order yet",
-    "max_kl": "measured KL of the patch too high",
-    "low_energy": "patch captures too little",
-    "damaged": "stored data damaged",
 }
 STAGES = ("lookup", "read", "decompress", "transfer", "assemble", "prefill")
 
@@ -100,7 +104,8 @@ def query(
 ) -> None:
     """Answer a question, with a receipt.
 
-    The receipt says for each chunk what was used, and where the time went.
+    The result is the answer, and below it the receipt: for each chunk what was used, and where the time went. -q keeps
+    both and leaves out warnings; --json gives the answer by itself as "answer".
     """
     if not is_text(question):
         raise UsageError("the question is no valid UTF-8; type it again or check the terminal's encoding")
@@ -110,7 +115,10 @@ def query(
     if explain:
         with session.engine() as engine:
             planned = engine.explain(window=window, chunks=order, reuse=reuse, max_kl=max_kl, place=place)
-        session.output.result("query-plan", dataclasses.asdict(planned), lambda: plan_view(planned))
+        given_order = order is not None or place
+        session.output.result(
+            "query-plan", dataclasses.asdict(planned), lambda: plan_view(planned, given_order=given_order)
+        )
         return
     with session.engine() as engine:
         result = engine.query(
@@ -129,7 +137,7 @@ def query(
         )
     for warning in result.warnings:
         session.output.warn(warning)
-    session.output.result("query", payload(result), lambda: view(result, brief=session.output.quiet))
+    session.output.result("query", payload(result), lambda: view(result))
 
 
 def is_text(text: str) -> bool:
@@ -183,7 +191,7 @@ def payload(result: QueryResult) -> dict[str, object]:
     }
 
 
-def plan_view(planned: QueryPlan) -> Iterable[RenderableType]:
+def plan_view(planned: QueryPlan, *, given_order: bool = False) -> Iterable[RenderableType]:
     """What people see of a plan that was not run."""
     yield table(
         (">#", "chunk", ">tokens", "would be used", ">patch rank", ">KL", ">to read"),
@@ -204,11 +212,14 @@ def plan_view(planned: QueryPlan) -> Iterable[RenderableType]:
     if planned.placed is not None:
         yield placed_line(planned.placed)
     total = format_bytes(sum(chunk.bytes_to_read for chunk in planned.chunks))
-    misses = [f"{chunk.number} {chunk.why_not}" for chunk in planned.chunks if chunk.why_not is not None]
+    misses = [(chunk.number, chunk.why_not) for chunk in planned.chunks if chunk.why_not is not None]
+    order = [chunk.number for chunk in planned.chunks] if given_order else None
     if planned.reuse == "patched" and misses:
-        yield f"--reuse patched would refuse this: chunks {', '.join(misses)}; form patches with compile-patches"
+        what = advice(misses, planned.window, order)
+        yield f"--reuse patched would refuse this ({misses_words(misses)}); {what}"
     elif planned.fallback is not None:
-        yield f"{total} to read; the language model would run over all chunks: {planned.fallback}"
+        because = misses_words(misses) or planned.fallback
+        yield f"{total} to read; the language model would run over all {len(planned.chunks)} chunks ({because})"
     else:
         yield f"{total} to read; the language model would run over the question alone"
 
@@ -225,14 +236,12 @@ def placed_line(placed: Placed) -> str:
     )
 
 
-def view(result: QueryResult, *, brief: bool) -> Iterable[RenderableType]:
-    """The answer first; then, unless ``brief``, the receipt."""
+def view(result: QueryResult) -> Iterable[RenderableType]:
+    """The answer first, then the receipt."""
     from rich.text import Text
 
     answer = "\n".join(display(line) for line in result.answer.splitlines())
     yield Text(answer, style="bold")
-    if brief:
-        return
     yield ""
     yield table(
         (">#", "chunk", ">tokens", "used", ">patch rank", ">KL", ">read"),
@@ -276,7 +285,7 @@ def format_ratio(ratio: float) -> str:
 
 def _made_of_line(result: QueryResult) -> str:
     kept = len(result.patches_kept)
-    kept_words = f", {kept} {'patch' if kept == 1 else 'patches'} kept for the next time" if kept else ""
+    kept_words = f", {count(kept, 'patch')} kept for the next time" if kept else ""
     return (
         f"{result.reused_tokens} tokens reused, {result.prefilled_tokens} prefilled{kept_words} · "
         f"{display(result.model)}, {result.device}, {result.dtype}, {result.attention}"

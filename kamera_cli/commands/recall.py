@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -73,10 +73,10 @@ def list_evicted(session: Session, name: str) -> None:
 
     with session.store() as store:
         window = load_window(store, session.settings.tenant, name)
+        held = {entry.chunk for entry in window.evicted if store.get(bytes.fromhex(entry.chunk)) is not None}
+    evicted = [entry_payload(entry) | {"in_store": entry.chunk in held} for entry in window.evicted]
     session.output.result(
-        "recall",
-        {"window": window.name, "evicted": [entry_payload(entry) for entry in window.evicted]},
-        lambda: evicted_view(window),
+        "recall", {"window": window.name, "evicted": evicted}, lambda: evicted_view(window, held)
     )
 
 
@@ -108,21 +108,33 @@ def payload(result: RecallResult) -> dict[str, object]:
 
 def view(result: RecallResult) -> Iterable[RenderableType]:
     """What people see."""
-    back = ", ".join(f"{entry.number} ({display(entry.name)})" for entry in result.recalled)
-    yield f"recalled {back} in {format_ms(result.total_ms)}; the vision tower ran {result.vision_calls} times"
+    back = named(result.recalled)
+    yield f"recalled {back} in {format_ms(result.total_ms)}; the vision tower ran {count(result.vision_calls, 'time')}"
     yield f"window {display(result.window.name)} now: {order_line(result.window)}"
     if result.patched:
-        yield f"patched for their new place: {' '.join(short_id(chunk) for chunk in result.patched)}"
+        yield f"patched for their new place: {named(e for e in result.recalled if e.conditioned_on)}"
     if result.cascade:
-        yield (
-            f"cascade: {count(len(result.cascade), 'chunk')} with patches that name a recalled one: "
-            f"{' '.join(short_id(chunk) for chunk in result.cascade)}"
-        )
+        known = [
+            entry
+            for entry in (*result.window.entries, *result.window.evicted)
+            if entry.chunk in result.cascade
+        ]
+        others = len(result.cascade) - len(known)
+        listed = [named(known)] * bool(known) + [f"{count(others, 'chunk')} of other windows"] * bool(others)
+        yield f"cascade, with patches that name a recalled chunk: {' and '.join(listed)}"
+        if not result.repaired:
+            yield "what they took in stays as it was; --repair conditions those of this window anew"
     if result.repaired:
+        entries = {entry.number: entry for entry in result.window.entries}
         yield (
-            f"repaired, the cheapest first: {' '.join(map(str, result.repaired))} "
-            f"({count(len(result.repaired_patches), 'patch')} formed or found)"
+            f"repaired, the cheapest first: {named(entries[number] for number in result.repaired)}; "
+            f"{count(len(result.repaired_patches), 'patch')} formed or found"
         )
+
+
+def named(entries: Iterable[WindowEntry]) -> str:
+    """``1 (clip.mp4#1), 3 (note.txt)``."""
+    return ", ".join(f"{entry.number} ({display(entry.name)})" for entry in entries)
 
 
 def order_line(window: WindowView) -> str:
@@ -130,12 +142,21 @@ def order_line(window: WindowView) -> str:
     return " ".join(str(entry.number) for entry in window.entries) or "empty"
 
 
-def evicted_view(window: WindowView) -> Iterable[RenderableType]:
-    """What people see of ``--list``."""
+def evicted_view(window: WindowView, held: Collection[str]) -> Iterable[RenderableType]:
+    """What people see of ``--list``; ``held`` are the ids of the chunks that the store still has."""
     if not window.evicted:
         yield f"nothing was evicted from window {display(window.name)}"
         return
     yield table(
-        (">#", "chunk", "id", ">tokens"),
-        ((entry.number, entry.name, short_id(entry.chunk), entry.num_tokens) for entry in window.evicted),
+        (">#", "chunk", "id", ">tokens", ""),
+        (
+            (
+                entry.number,
+                entry.name,
+                short_id(entry.chunk),
+                entry.num_tokens,
+                "" if entry.chunk in held else "gone from the store: ingest its source again",
+            )
+            for entry in window.evicted
+        ),
     )

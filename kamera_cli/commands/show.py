@@ -9,7 +9,7 @@ import typer
 
 from kamera_cli.commands.session import Session, WindowOption, command
 from kamera_cli.errors import NotFoundError, UsageError
-from kamera_cli.text import display, format_bytes, short_id, table
+from kamera_cli.text import brief_numbers, display, format_bytes, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,7 +33,16 @@ def show(
     with session.store() as store:
         record = find(store, session.settings.tenant, window, item)
         patches = store.patches_of(record.key) if record.kind == "chunk" else []
-    session.output.result("show", payload(record, patches), lambda: view(record, patches))
+        numbers = numbers_in(store, session.settings.tenant, window)
+    session.output.result("show", payload(record, patches), lambda: view(record, patches, numbers))
+
+
+def numbers_in(store: KVStore, tenant: str, window: str) -> dict[str, int]:
+    """Number of each chunk of a window by its id; nothing where there is no such window."""
+    from kamera_cli.window import list_windows
+
+    found = [view for view in list_windows(store, tenant) if view.name == window]
+    return {entry.chunk: entry.number for view in found for entry in (*view.entries, *view.evicted)}
 
 
 def find(store: KVStore, tenant: str, window: str, item: str) -> Record:
@@ -131,22 +140,23 @@ def in_ms(value: object) -> object:
     return value
 
 
-def view(record: Record, patches: Sequence[Record]) -> Iterable[RenderableType]:
-    """What people see."""
+def view(
+    record: Record, patches: Sequence[Record], numbers: Mapping[str, int] | None = None
+) -> Iterable[RenderableType]:
+    """What people see; chunks by their number in the window where they have one."""
+    shown = record.meta if numbers is None else _with_numbers(record.meta, numbers)
     yield f"{record.kind} {record.id}  {display(record.meta.get('name', ''))}".rstrip()
     yield table(
         ("", ""),
-        [(name, _brief(value)) for name, value in record.meta.items() if name != "name"]
-        + [
-            ("size", f"{format_bytes(record.raw_bytes)}, stored in {format_bytes(record.stored_bytes)}"),
-            ("patches", " ".join(short_id(patch.id) for patch in patches) or "none"),
-        ],
+        [(name, _brief(value)) for name, value in shown.items() if name != "name"]
+        + [("size", f"{format_bytes(record.raw_bytes)}, stored in {format_bytes(record.stored_bytes)}")]
+        + [("patches", str(len(patches) or "none"))] * (record.kind == "chunk"),
         header=False,
     )
     found = [split(patch) for patch in ([record] if record.kind == "patch" else patches)]
     if found:
         yield ""
-        yield from split_view(found)
+        yield from split_view(found, numbers or {})
     yield ""
     yield table(
         (">layer", "tensor", "dtype", "shape", ">raw", ">stored", "codec"),
@@ -165,14 +175,33 @@ def view(record: Record, patches: Sequence[Record]) -> Iterable[RenderableType]:
     )
 
 
-def split_view(found: Sequence[dict]) -> Iterable[RenderableType]:
-    """Ranks of each patch's two tensors by layer, one row per patch."""
+def _with_numbers(meta: Mapping, numbers: Mapping[str, int]) -> dict:
+    """A patch's meta with chunks by their number where the window knows them, and by a short id otherwise."""
+
+    def called(value: str) -> str:
+        return str(numbers.get(value) or short_id(value))
+
+    named = {name: called(value) for name, value in meta.items() if name == "chunk"}
+    listed = {name: [called(one) for one in meta[name]] for name in ("antecedents",) if name in meta}
+    return {**meta, **named, **listed}
+
+
+def split_view(found: Sequence[dict], numbers: Mapping[str, int] | None = None) -> Iterable[RenderableType]:
+    """Ranks of each patch's two tensors by layer, one row per patch.
+
+    Parameters
+    ----------
+    numbers : mapping, optional
+        Number of a chunk by its id, for the antecedents.
+    """
+    known = numbers or {}
     num_layers = max(len(patch["ranks"]) for patch in found)
     wide = num_layers > _MAX_COLUMNS
     yield table(
         (
             "patch",
             "kind",
+            "after",
             *(("ranks",) if wide else (f">{layer}" for layer in range(num_layers))),
             ">energy",
             ">size",
@@ -181,6 +210,7 @@ def split_view(found: Sequence[dict]) -> Iterable[RenderableType]:
             (
                 short_id(patch["patch"]),
                 patch["kind"],
+                _after(patch, known),
                 *((_runs(patch["ranks"]),) if wide else _columns(patch["ranks"], num_layers)),
                 f"{100 * _proven(patch):.1f} %",
                 format_bytes(patch["stored_bytes"]),
@@ -192,6 +222,11 @@ def split_view(found: Sequence[dict]) -> Iterable[RenderableType]:
         "ranks by layer, of what RoPE turns and of what it does not; energy: weighted by what each layer is "
         "worth to the output where that was measured, of the worst layer otherwise"
     )
+
+
+def _after(patch: Mapping, numbers: Mapping[str, int]) -> str:
+    after = [numbers.get(chunk, 0) for chunk in patch["antecedents"]]
+    return brief_numbers(sorted(after) if patch["kind"] == "orbit" else after)
 
 
 def _proven(patch: Mapping) -> float:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
 from kamera_cli.errors import NotFoundError, UsageError
+from kamera_cli.hot import assembly_size
 from kamera_cli.jobs.common import Conditioned, conditioning, ordered
 from kamera_cli.jobs.offers import Listing, StoredOffer, is_basis_only, offers
-from kamera_cli.library import identity_of
+from kamera_cli.library import identity_of, segment_size
 from kamera_cli.operator.placement import best_order
 from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan, Reuse, Wanted, plan, refusal
 from kamera_cli.results import Placed, PlannedChunk, QueryPlan, WindowEntry, WindowView
@@ -107,8 +108,7 @@ def described(arranged: Arranged, window: str, reuse: Reuse) -> QueryPlan:
 
 def _planned(chunk: Found, action: Action, prefilled: bool) -> PlannedChunk:
     records, offer, entry = chunk.chosen(action), action.offer, chunk.wanted.entry
-    layers = sum(tensor.stored_bytes for tensor in chunk.record.tensors if tensor.layer >= 0)
-    own = chunk.record.tensor("embeddings").stored_bytes if prefilled else layers
+    own = segment_size(chunk.record) if prefilled else assembly_size(chunk.record)
     return PlannedChunk(
         id=entry.chunk,
         number=entry.number,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kamera_cli.errors import NotFoundError, RefusedError, UsageError
 from kamera_cli.library import Library, identity_of
 from kamera_cli.results import WindowEntry, WindowView
-from kamera_cli.window import pick
+from kamera_cli.window import pick, refuse_what_left
 from kamera_store.keys import Identity
 from kamera_store.records import Record
 
@@ -63,12 +63,7 @@ def ordered(window: WindowView, chunks: Sequence[str] | None) -> tuple[WindowEnt
         return window.entries
     if not chunks:
         raise UsageError("--chunks names no chunk")
-    present = {str(entry.number) for entry in window.entries}
-    for name in chunks:
-        if name not in present and any(str(entry.number) == name for entry in window.evicted):
-            raise NotFoundError(
-                f"chunk {name} has left window {window.name!r}; put it back with: kamera recall {name}"
-            )
+    refuse_what_left(window, chunks, "put it back with: kamera recall {name}")
     return pick(window.entries, chunks, f"window {window.name!r}")
 
 

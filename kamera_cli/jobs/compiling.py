@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from kamera_cli.errors import UsageError
 from kamera_cli.jobs import orbit, pair_forming, patches, removal
+from kamera_cli.jobs.formed import refused_lines
 from kamera_cli.operator.patch import FACTOR_DTYPES
 from kamera_cli.operator.ranks import parse_budget
 from kamera_cli.results import CompileResult
@@ -20,15 +21,19 @@ Kind = Literal["exact", "orbit", "pair", "removal"]
 def compile_patches(
     engine: Engine, chunks: Sequence[str] | None, window: str, kind: Kind, options: patches.PatchOptions
 ) -> CompileResult:
-    """Form patches of one kind; see ``Engine.compile_patches``."""
+    """Form patches of one kind, and say which of them ``--reuse auto`` will not use; see ``Engine.compile_patches``."""
     check_request(chunks, kind, options)
     if kind == "removal":
-        return removal.remove(engine, window, options)
-    if kind == "pair":
-        return pair_forming.compile_pairs(engine, chunks, window, options)
-    if kind == "orbit":
-        return orbit.compile_orbit(engine, chunks, window, options)
-    return patches.compile_window(engine, chunks, window, options)
+        result = removal.remove(engine, window, options)
+    elif kind == "pair":
+        result = pair_forming.compile_pairs(engine, chunks, window, options)
+    elif kind == "orbit":
+        result = orbit.compile_orbit(engine, chunks, window, options)
+    else:
+        result = patches.compile_window(engine, chunks, window, options)
+    for line in refused_lines(result):
+        engine.warn(line)
+    return result
 
 
 def check_request(chunks: Sequence[str] | None, kind: str, options: patches.PatchOptions) -> None:

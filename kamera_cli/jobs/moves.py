@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from kamera_cli.errors import RefusedError, UsageError
 from kamera_cli.results import EvictResult, WindowEntry, WindowView
-from kamera_cli.window import list_windows, load_window, pick, purged, update_window, without
+from kamera_cli.window import (
+    list_windows,
+    load_window,
+    pick,
+    purged,
+    refuse_what_left,
+    update_window,
+    without,
+)
 from kamera_store.kvstore import KVStore
 from kamera_store.records import Record
 
@@ -53,22 +61,37 @@ def evict(
     if purge:
         _refuse_held_elsewhere(store, tenant, name, leaving)
     doomed = _records(store, tenant, leaving) if purge else {}
-    gone = tuple(entry.chunk for entry in leaving if purge)
+    patches = [record for record in doomed.values() if record.kind == "patch"]
     if dry_run:
-        freed = sum(record.stored_bytes for record in doomed.values())
-        return EvictResult(change(window, leaving), leaving, gone, freed, dry_run=True)
-    window = update_window(store, tenant, name, lambda current: change(current, leaving))
-    return EvictResult(window, leaving, gone, store.delete(doomed) if doomed else 0)
+        window, freed = change(window, leaving), sum(record.stored_bytes for record in doomed.values())
+    else:
+        window = update_window(store, tenant, name, lambda current: change(current, leaving))
+        freed = store.delete(doomed) if doomed else 0
+    return EvictResult(
+        window=window,
+        evicted=leaving,
+        purged=tuple(entry.chunk for entry in leaving if purge),
+        freed_bytes=freed,
+        dry_run=dry_run,
+        purged_patches=tuple(record.id for record in patches),
+        patch_bytes=sum(record.stored_bytes for record in patches),
+    )
 
 
 def _records(store: KVStore, tenant: str, leaving: Sequence[WindowEntry]) -> dict[bytes, Record]:
-    """Chunks, their patches, and the patches that carry something of them."""
+    """Chunks, their patches, the patches that carry something of them, and those that cannot be read without these."""
     found: dict[bytes, Record] = {}
     for entry in leaving:
         key = bytes.fromhex(entry.chunk)
         chunk = store.get(key)
         linked = (*store.patches_of(key, tenant=tenant), *store.patches_naming(key, tenant=tenant))
         found |= {record.key: record for record in (chunk, *linked) if record is not None}
+    going = [record for record in found.values() if record.kind == "patch"]
+    lenders, of_chunks = {patch.id for patch in going}, {patch.meta["chunk"] for patch in going}
+    for chunk_id in of_chunks:
+        for patch in store.patches_of(bytes.fromhex(chunk_id), tenant=tenant):
+            if patch.meta.get("basis") in lenders:
+                found[patch.key] = patch
     return found
 
 
@@ -86,6 +109,8 @@ def _leaving(
 ) -> tuple[WindowEntry, ...]:
     if chunks:
         entries = (*window.entries, *window.evicted) if purge else window.entries
+        if not purge:
+            refuse_what_left(window, chunks, "it can be recalled, or deleted with --purge")
         return pick(entries, chunks, f"window {window.name}")
     if oldest < 1 or oldest > len(window.entries):
         raise UsageError(f"--oldest {oldest}: window {window.name} has {len(window.entries)} chunks")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from kamera_cli.generate import next_token_kl
 from kamera_cli.jobs.common import Chain, ordered, refuse_other_model, require_record
 from kamera_cli.jobs.conditioned import conditioned
+from kamera_cli.jobs.formed import describe
 from kamera_cli.jobs.measuring import Part, probe_logits
-from kamera_cli.jobs.patches import PatchOptions, describe, serves
+from kamera_cli.jobs.patches import PatchOptions, serves
 from kamera_cli.library import NewPatch, identity_of
 from kamera_cli.operator.orbit import (
     antecedent_sets,

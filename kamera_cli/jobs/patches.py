@@ -19,6 +19,7 @@ from kamera_cli.jobs.common import (
     require_record,
 )
 from kamera_cli.jobs.conditioned import Prefilled, count_branches, each_branch
+from kamera_cli.jobs.formed import describe, kv_bytes
 from kamera_cli.jobs.measuring import Part, assembled, places_of
 from kamera_cli.jobs.sensitivity import layer_worth
 from kamera_cli.library import Library, NewPatch
@@ -218,14 +219,18 @@ class _Forming:
             )
             for index, measured in zip(wanted, self._measured(branch, wanted), strict=True)
         ]
+        older = [
+            self._library.find_patch(branch.chain(index)[-1], branch.chain(index)[:-1], "exact")
+            for index in wanted
+        ]
         started = time.perf_counter()
         stored = self._library.put_patches(patches)
         write_ms = 1e3 * (time.perf_counter() - started) / max(1, len(wanted))
         return {
             branch.chain(index): describe(
-                record, branch.records[index], self._numbers, "formed", spent[index] + write_ms
+                record, branch.records[index], self._numbers, "formed", spent[index] + write_ms, old
             )
-            for index, record in zip(wanted, stored, strict=True)
+            for index, record, old in zip(wanted, stored, older, strict=True)
         }
 
     def _part(self, record: Record, segment: Segment, after: list[LayerKV], length: int) -> Part:
@@ -296,33 +301,6 @@ def serves(record: Record, options: PatchOptions) -> bool:
         return True
     fixed = isinstance(kept["rank"], int) and isinstance(wanted["rank"], int)
     return fixed and kept["rank"] >= wanted["rank"] and kept["factor_dtype"] == wanted["factor_dtype"]
-
-
-def describe(
-    record: Record, chunk: Record, numbers: dict[bytes, int], outcome: str, form_ms: float
-) -> FormedPatch:
-    """A stored patch as commands show it; bytes are raw tensor bytes on both sides."""
-    return FormedPatch(
-        id=record.id,
-        chunk=chunk.id,
-        chunk_number=numbers.get(chunk.key, 0),
-        antecedents=tuple(record.meta["antecedents"]),
-        outcome=outcome,
-        ranks=tuple(record.meta["ranks"]),
-        energy=min(record.meta["energy"], default=1.0),
-        kl=record.meta["kl"],
-        kl_blind=record.meta["kl_blind"],
-        patch_bytes=record.raw_bytes,
-        chunk_kv_bytes=kv_bytes(chunk),
-        form_ms=form_ms,
-        energy_weighted=record.meta.get("energy_weighted"),
-        split=tuple(map(tuple, record.meta.get("split", ()))),
-    )
-
-
-def kv_bytes(chunk: Record) -> int:
-    """Raw bytes of a chunk's canonical KV."""
-    return sum(tensor.raw_bytes for tensor in chunk.tensors if tensor.layer >= 0)
 
 
 def recall(engine: Engine, chunks: Sequence[str], window: str, at: int | None) -> RecallResult:

@@ -23,6 +23,7 @@ from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.operator.plan import Action, Plan, Reuse
 from kamera_cli.results import ChunkReceipt, QueryResult, Stages
+from kamera_cli.text import advice, chunks_words, compile_command, misses_words
 from kamera_cli.window import load_window, reconditioned, update_window
 from kamera_store.errors import DamagedError, MissingRecordError
 from kamera_store.records import Record
@@ -78,7 +79,8 @@ def query(
     arranged = arrange(library, view, chunks, reuse=options.reuse, max_kl=options.max_kl, place=options.place)
     found, chosen = arranged.found, arranged.plan
     _require_fit(engine, found, question_ids.numel() + options.max_new_tokens)
-    _require_hits(chosen, found, options)
+    given_order = chunks is not None or options.place
+    _require_hits(chosen, found, options, window, given_order)
     lookup_ms = 1e3 * (time.perf_counter() - started)
 
     chosen, ready = _prepare(engine, library, found, chosen, question_ids, options)
@@ -176,21 +178,31 @@ def _require_fit(engine: Engine, found: Sequence[Found], num_more: int) -> None:
     require_context(engine, length, "chunks, question and answer together")
 
 
-def _require_hits(chosen: Plan, found: Sequence[Found], options: QueryOptions) -> None:
+def _require_hits(
+    chosen: Plan, found: Sequence[Found], options: QueryOptions, window: str, given_order: bool
+) -> None:
     """Refuse what would not be reused, under ``--require-hit`` and ``--reuse patched``."""
+    order = [chunk.wanted.entry.number for chunk in found]
     misses = [
-        f"{chunk.wanted.entry.number} {action.why_not}"
+        (chunk.wanted.entry.number, action.why_not)
         for chunk, action in zip(found, chosen.actions, strict=True)
         if action.why_not is not None
     ]
     asked = (
         "--require-hit" if options.require_hit else "--reuse patched" if options.reuse == "patched" else None
     )
-    if asked is not None and (misses or chosen.fallback is not None):
-        reasons = f"chunks {', '.join(misses)}" if misses else chosen.fallback
-        raise NotFoundError(
-            f"{asked}: not everything can be reused ({reasons}); form patches with compile-patches"
-        )
+    if asked is None or not (misses or chosen.fallback is not None):
+        return
+    if not misses:
+        raise NotFoundError(f"{asked}: not everything can be reused ({chosen.fallback})")
+    orphaned = [chunk.wanted.entry.number for chunk in found if chunk.wanted.antecedents is None]
+    what = (
+        f"{chunks_words(orphaned)} took something in from a purged chunk; "
+        f"take it out with: {compile_command(window, None)} --kind removal"
+        if orphaned
+        else advice(misses, window, order if given_order else None)
+    )
+    raise NotFoundError(f"{asked}: not everything can be reused ({misses_words(misses)}); {what}")
 
 
 def _prepare(
@@ -300,10 +312,11 @@ def _receipts(
 def _warnings(receipts: Sequence[ChunkReceipt], *, is_routed: bool) -> tuple[str, ...]:
     """What a reader of the answer has to know: chunks that miss something, and a KL that may not carry over."""
     found = []
-    blind = [str(receipt.number) for receipt in receipts if receipt.used == "blind"]
+    blind = [receipt.number for receipt in receipts if receipt.used == "blind"]
     if blind:
+        verb = "was" if len(blind) == 1 else "were"
         found.append(
-            f"chunks {', '.join(blind)} were reused without a patch: what they took in from earlier chunks is missing"
+            f"{chunks_words(blind)} {verb} reused without a patch: what was taken in from earlier chunks is missing"
         )
     if is_routed and any(receipt.kl is not None for receipt in receipts):
         found.append(

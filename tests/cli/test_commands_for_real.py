@@ -212,12 +212,16 @@ def test_an_explicit_gpu_that_is_not_there_is_an_error(
     assert "--device cpu" in ran.error
 
 
-def test_no_gpu_is_one_warning_and_an_explicit_cpu_is_none(
+def test_no_gpu_is_said_once_by_what_loads_a_model_and_an_explicit_cpu_is_silent(
     cli: Cli, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert cli("query", "x", "--json").err.count("no GPU") == 1
     assert cli("--device", "cpu", "query", "x", "--json").err == ""
+    for command in (["ls"], ["show", "1"], ["query", "x", "--explain"], ["evict", "3"]):
+        assert "no GPU" not in cli(*command).err
+    assert cli("query", "x", "--json").err.count("no GPU") == 1
+    assert cli("query", "x", "--json").err == ""
+    assert "on the CPU" in cli("query", "x", "--json", "-v").err
 
 
 def test_store_wide_eviction_plans_first_and_never_takes_what_a_window_holds(cli: Cli, store: Path) -> None:
@@ -230,10 +234,15 @@ def test_store_wide_eviction_plans_first_and_never_takes_what_a_window_holds(cli
     assert cli("evict", "--to", "0").code == 2
     before = cli("stats", "--json").json
     assert before["kinds"]["chunk"]["count"] == 3
+    assert {unit["name"] for unit in planned["units"]} == {"clip.mp4", "image.png", "note.txt"}
+    assert "clip.mp4" in cli("evict", "--to", "0", "--dry-run").out
+    assert "gone" not in cli("recall", "--list").out
     done = cli("evict", "--to", "0", "--yes", "--compact", "--json").json
     assert done["freed_bytes"] > 0
     assert done["compact"]["after_bytes"] < done["compact"]["before_bytes"] == before["file_bytes"]
     assert cli("stats", "--json").json["count"] == 0
+    assert cli("recall", "--list").out.count("gone from the store") == 3
+    assert [entry["in_store"] for entry in cli("recall", "--list", "--json").json["evicted"]] == [False] * 3
 
 
 def test_purging_says_what_was_freed_inside_and_what_the_file_is(cli: Cli, store: Path) -> None:

@@ -190,10 +190,12 @@ def test_people_get_the_answer_first_and_one_line_of_comparison(cli: Cli, engine
     assert "computed anew: no patch for this order yet" in ran.out
 
 
-def test_quiet_leaves_the_answer_alone(cli: Cli, engine: FakeEngine) -> None:
+def test_quiet_takes_nothing_from_the_result(cli: Cli, engine: FakeEngine) -> None:
     engine.answers["query"] = lambda: engine.on_warning("CPU") or query_result()
-    ran = cli("-q", "query", "Which?")
-    assert (ran.out, ran.err) == ("The number is seven.\n", "")
+    loud, quiet = cli("query", "Which?"), cli("-q", "query", "Which?")
+    assert (quiet.out, quiet.err) == (loud.out, "")
+    assert "computed anew" in quiet.out and "to the first token" in quiet.out
+    assert "-q" in cli("query", "--help").out.split("Options:")[0]
 
 
 def test_names_of_any_kind_leave_valid_json_and_safe_tables(cli: Cli, engine: FakeEngine) -> None:

@@ -9,16 +9,16 @@ from kamera_cli.commands.show import _runs, split_view
 
 def patch(ranks, **fields):
     return {
-        "patch": "ab" * 16, "kind": "exact", "ranks": ranks, "energy": [1.0] * len(ranks), "energy_weighted": 0.991,
-        "stored_bytes": 4096, **fields,
+        "patch": "ab" * 16, "kind": "exact", "antecedents": ["cd" * 16, "aa" * 16], "ranks": ranks,
+        "energy": [1.0] * len(ranks), "energy_weighted": 0.991, "stored_bytes": 4096, **fields,
     }  # fmt: skip
 
 
-def text(found) -> str:
+def text(found, numbers=None) -> str:
     from rich.console import Console
 
     console = Console(width=120, record=True, file=io.StringIO())
-    for part in split_view(found):
+    for part in split_view(found, numbers):
         console.print(part)
     return console.export_text()
 
@@ -34,3 +34,10 @@ def test_many_layers_are_told_in_runs():
     assert _runs(ranks) == "0-3: 0/0, 4: 5/6, 5-27: 2/2"
     assert "5-27: 2/2" in text([patch(ranks)])
     assert _runs([[1, 2]]) == "0: 1/2"
+
+
+def test_antecedents_are_told_by_number_and_those_of_an_orbit_ascending():
+    numbers = {"cd" * 16: 7, "aa" * 16: 3}
+    assert "exact  7 3" in text([patch([[1, 1]])], numbers)
+    assert "orbit  3 7" in text([patch([[1, 1]], kind="orbit")], numbers)
+    assert "exact  ? ?" in text([patch([[1, 1]])])

@@ -30,7 +30,30 @@ def test_a_plan_that_is_not_the_one_that_runs(engine, reuse, chunks):
     if planned.fallback is None:
         for planned_chunk, chunk in zip(planned.chunks, answered.chunks, strict=True):
             assert planned_chunk.rank == chunk.rank and planned_chunk.kl == chunk.kl
-            assert chunk.bytes_read - 1000 < planned_chunk.bytes_to_read <= chunk.bytes_read
+            assert planned_chunk.bytes_to_read == chunk.bytes_read
+
+
+PLANS = {
+    "exact": (lambda engine: engine.compile_patches(["3", "1", "2"]), "auto", ["3", "1", "2"]),
+    "orbit": (lambda engine: engine.compile_patches(["1", "2", "3"], kind="orbit"), "auto", ["3", "1", "2"]),
+    "composed": (lambda engine: engine.compile_patches(kind="pair"), "patched", ["4", "2", "1", "3"]),
+    "blind": (lambda engine: None, "blind", ["2", "1"]),
+    "prefilled": (lambda engine: None, "none", ["2", "1"]),
+}
+
+
+@pytest.mark.parametrize("used", PLANS)
+def test_a_plan_that_states_other_bytes_than_the_query_reads(engine, used):
+    prepare, reuse, order = PLANS[used]
+    prepare(engine)
+    planned = engine.explain(chunks=order, reuse=reuse)
+    answered = engine.query(QUESTION, chunks=order, reuse=reuse)
+    assert used in {chunk.used for chunk in answered.chunks}
+    assert [chunk.bytes_to_read for chunk in planned.chunks] == [
+        chunk.bytes_read for chunk in answered.chunks
+    ]
+    read = {tensor.name: tensor for tensor in engine.store.get(bytes.fromhex(planned.chunks[0].id)).tensors}
+    assert planned.chunks[0].bytes_to_read > read["positions"].stored_bytes
 
 
 def test_explaining_changes_nothing(engine):

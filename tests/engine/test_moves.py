@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_setups import NUM_NEW, QUESTION, content, ingest, reference
+from tiny_models import write_passage
 
 from kamera_cli.errors import NotFoundError, RefusedError, UsageError
 
@@ -116,8 +117,12 @@ def test_purge_takes_the_chunk_and_every_patch_that_carries_its_content(engine):
     for order in (["1", "2", "3"], ["3", "2"], ["1", "3"]):
         engine.compile_patches(order, rank=3)
     entries = engine.window().entries
+    patches = {record.id: record.stored_bytes for record in engine.store.iterate(kind="patch")}
+    planned = engine.evict(["2"], purge=True, dry_run=True)
     result = engine.evict(["2"], purge=True)
     assert result.purged == (entries[1].chunk,) and result.freed_bytes > 0
+    assert set(planned.purged_patches) == set(result.purged_patches) and len(result.purged_patches) == 3
+    assert planned.patch_bytes == result.patch_bytes == sum(patches[id] for id in result.purged_patches)
     left = [record.meta for record in engine.store.iterate(kind="patch")]
     assert [(meta["chunk"], meta["antecedents"]) for meta in left] == [(entries[2].chunk, [entries[0].chunk])]
     with pytest.raises(NotFoundError):
@@ -127,7 +132,7 @@ def test_purge_takes_the_chunk_and_every_patch_that_carries_its_content(engine):
 def test_a_survivor_of_a_purged_antecedent_falls_back_to_a_prefill(engine):
     engine.compile_patches(rank=6)
     engine.evict(["1"], purge=True)
-    with pytest.raises(NotFoundError, match="no_patch"):
+    with pytest.raises(NotFoundError, match=r"chunks 2, 3: no patch .* --kind removal"):
         engine.query(QUESTION, require_hit=True)
     with pytest.raises(NotFoundError, match="purged"):
         engine.compile_patches()
@@ -135,6 +140,35 @@ def test_a_survivor_of_a_purged_antecedent_falls_back_to_a_prefill(engine):
     assert result.fallback is not None and result.answer == reference(engine, ["2", "3"])[1]
     assert engine.query(QUESTION, require_hit=True).answer
     assert len(engine.compile_patches().patches) == 1
+
+
+def test_a_purge_leaves_no_patch_that_can_no_longer_be_read(engine):
+    """All sets of a chunk's orbit share the V of one of its patches, which may name the purged chunk."""
+    engine.compile_patches(kind="orbit")
+    for gone in ("1", "2"):
+        engine.evict([gone], purge=True)
+        names = {record.id for record in engine.store.iterate(kind="patch")}
+        assert all(
+            record.meta.get("basis", record.id) in names for record in engine.store.iterate(kind="patch")
+        )
+
+
+def test_the_number_of_a_purged_chunk_is_not_given_again(engine, tmp_path):
+    engine.evict(["3"], purge=True)
+    assert engine.ingest([write_passage(tmp_path / "new.txt", 20, 9)]).chunks[0].number == 4
+    with pytest.raises(NotFoundError, match="no chunk '3'"):
+        engine.recall(["3"])
+
+
+def test_a_refusal_is_in_words_and_names_a_command_that_mends_it(engine):
+    with pytest.raises(NotFoundError) as refused:
+        engine.query(QUESTION, chunks=["3", "1"], require_hit=True)
+    assert "chunk 1: no patch for this order yet" in str(refused.value)
+    assert str(refused.value).endswith("kamera compile-patches 3 1")
+    engine.compile_patches(["3", "1"])
+    engine.query(QUESTION, chunks=["3", "1"], require_hit=True)
+    with pytest.raises(NotFoundError, match=r"chunk 1: measured KL .* raise --max-kl"):
+        engine.query(QUESTION, chunks=["3", "1"], reuse="patched", max_kl=0.0)
 
 
 def test_purge_does_not_take_a_chunk_from_under_another_window(engine, tmp_path):

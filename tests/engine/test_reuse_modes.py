@@ -36,7 +36,7 @@ def test_none_prefills_answers_rightly_and_keeps_nothing(engine):
 
 
 def test_patched_never_prefills_and_never_goes_blind_without_a_word(engine):
-    with pytest.raises(NotFoundError, match="no_patch"):
+    with pytest.raises(NotFoundError, match="no patch for this order yet"):
         engine.query(QUESTION, chunks=ORDER, reuse="patched")
     engine.compile_patches(ORDER, rank=10)
     assert engine.query(QUESTION, chunks=ORDER, reuse="patched").fallback is None
@@ -49,7 +49,7 @@ def test_require_hit_refuses_before_any_prefill(engine, reuse):
     with pytest.raises(NotFoundError) as caught:
         engine.query(QUESTION, chunks=ORDER, reuse=reuse, require_hit=True)
     assert caught.value.exit_code == 3 and not prefills
-    assert "1 no_patch, 2 no_patch" in str(caught.value) or reuse == "none"
+    assert "chunks 1, 2: no patch for this order yet" in str(caught.value) or reuse == "none"
 
 
 def test_require_hit_is_met_by_patches_and_by_a_single_chunk(engine):
@@ -64,7 +64,7 @@ def test_a_patch_above_the_bound_is_refused_and_the_answer_prefilled(engine):
     assert all(patch.kl > 0 for patch in formed)
     free = engine.query(QUESTION, chunks=ORDER, max_new_tokens=NUM_NEW)
     assert free.fallback is None and free.chunks[2].kl == formed[1].kl
-    with pytest.raises(NotFoundError, match="max_kl"):
+    with pytest.raises(NotFoundError, match="measured KL of the patch too high"):
         engine.query(QUESTION, chunks=ORDER, reuse="patched", max_kl=bound)
     bounded = engine.query(QUESTION, chunks=ORDER, max_kl=bound, max_new_tokens=NUM_NEW)
     assert "max_kl" in bounded.fallback and bounded.chunks[2].why_not == "max_kl"

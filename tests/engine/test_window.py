@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.results import WindowEntry, WindowView
-from kamera_cli.window import appended, load_window, pick, purged, recalled, reconditioned, without
+from kamera_cli.window import (
+    appended,
+    load_window,
+    pick,
+    purged,
+    recalled,
+    reconditioned,
+    update_window,
+    without,
+)
 from kamera_store import KVStore
 
 KEYS = [f"{index:02x}" * 16 for index in range(1, 8)]
@@ -104,6 +115,36 @@ def test_reconditioning_is_what_a_prefill_of_the_whole_window_gives():
     assert shape(reconditioned(window)) == [(1, 2, ()), (0, 1, (1,)), (2, 3, (1, 0))]
 
 
+def test_the_number_of_a_purged_last_chunk_is_not_given_to_the_next_one():
+    window = of(0, 1, 2)
+    for gone in (window.entries[2:], window.entries[1:], window.entries):
+        assert shape(appended(purged(window, gone), [entry(5)]))[-1][1] == 4
+    twice = purged(appended(purged(window, window.entries), [entry(5)]), [entry(5)])
+    assert shape(appended(twice, [entry(6)])) == [(6, 5, ())]
+
+
+def test_a_purge_of_everything_is_remembered_in_the_store(tmp_path):
+    with KVStore.open(tmp_path / "store") as store:
+
+        def change(how):
+            return update_window(store, "t", "w", how, fingerprint="f")
+
+        change(lambda window: appended(window, [entry(0), entry(1)]))
+        change(lambda window: purged(window, window.entries))
+        assert change(lambda window: appended(window, [entry(2)])).entries[0].number == 3
+
+
+def test_a_window_that_was_stored_without_its_next_number_goes_on_numbering(tmp_path):
+    with KVStore.open(tmp_path / "store") as store:
+        window = asdict(of(0, 1, 2))
+        del window["next_number"]
+        store.put_state("window", "t/w", window, expect=None)
+        assert load_window(store, "t", "w").entries == of(0, 1, 2).entries
+        update_window(store, "t", "w", lambda view: purged(view, view.entries[2:]))
+        after = update_window(store, "t", "w", lambda view: appended(view, [entry(4)]))
+        assert [one.number for one in after.entries] == [1, 2, 4]
+
+
 @given(
     st.lists(
         st.tuples(
@@ -112,7 +153,7 @@ def test_reconditioning_is_what_a_prefill_of_the_whole_window_gives():
     )
 )
 def test_a_window_never_holds_a_chunk_twice_and_numbers_stay(moves):
-    window, numbers = WindowView("w", "t", "f"), {}
+    window, numbers, given_to = WindowView("w", "t", "f"), {}, {}
     for move, index, where in moves:
         inside = [one for one in window.entries if one.chunk == KEYS[index]]
         outside = [one for one in window.evicted if one.chunk == KEYS[index]]
@@ -128,6 +169,9 @@ def test_a_window_never_holds_a_chunk_twice_and_numbers_stay(moves):
         present = [*window.entries, *window.evicted]
         assert len({one.chunk for one in present}) == len({one.number for one in present}) == len(present)
         for one in present:
+            if one.chunk not in numbers:
+                assert one.number not in given_to, "a number that was given before"
+                given_to[one.number] = one.chunk
             assert numbers.setdefault(one.chunk, one.number) == one.number
             assert one.chunk not in one.conditioned_on
 

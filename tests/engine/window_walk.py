@@ -166,9 +166,8 @@ class Walk:
 
     def _purge(self) -> None:
         known = [*self.shadow.held, *self.shadow.left]
-        # A window gives the number of its purged last chunk to the next one; here a number means one chunk.
-        last, only = max(known), self.shadow.held if len(self.shadow.held) == 1 else []
-        number = self.draw.choice([number for number in known if number != last and number not in only])
+        only = self.shadow.held if len(self.shadow.held) == 1 else []
+        number = self.draw.choice([number for number in known if number not in only])
         self.engine.evict([str(number)], purge=True)
         shadow = self.shadow
         shadow.held = [other for other in shadow.held if other != number]

@@ -1,0 +1,102 @@
+"""What was formed, as commands show it: a stored patch, what it took the place of, and what a plan will not use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kamera_cli.jobs.pairs import META as COMPOSITIONS
+from kamera_cli.operator.plan import AUTO_MAX_KL, AUTO_MIN_ENERGY, Offer, refusal
+from kamera_cli.operator.ranks import proven_energy
+from kamera_cli.results import CompileResult, ComposedBound, FormedPatch, ReplacedPatch
+from kamera_cli.text import chunks_words
+from kamera_store.records import Record
+
+
+def kv_bytes(chunk: Record) -> int:
+    """Raw bytes of a chunk's canonical KV."""
+    return sum(tensor.raw_bytes for tensor in chunk.tensors if tensor.layer >= 0)
+
+
+def describe(
+    record: Record,
+    chunk: Record,
+    numbers: dict[bytes, int],
+    outcome: str,
+    form_ms: float,
+    older: Record | None = None,
+) -> FormedPatch:
+    """A stored patch as commands show it; bytes are raw tensor bytes on both sides.
+
+    Parameters
+    ----------
+    older : Record or None
+        What it took the place of.
+    """
+    offer = Offer((record.key,), record.meta["kind"], record.meta["kl"], proven_energy(record.meta))
+    return FormedPatch(
+        id=record.id,
+        chunk=chunk.id,
+        chunk_number=numbers.get(chunk.key, 0),
+        antecedents=tuple(record.meta["antecedents"]),
+        outcome=outcome,
+        ranks=tuple(record.meta["ranks"]),
+        energy=min(record.meta["energy"], default=1.0),
+        kl=record.meta["kl"],
+        kl_blind=record.meta["kl_blind"],
+        patch_bytes=record.raw_bytes,
+        chunk_kv_bytes=kv_bytes(chunk),
+        form_ms=form_ms,
+        energy_weighted=record.meta.get("energy_weighted"),
+        split=tuple(map(tuple, record.meta.get("split", ()))),
+        antecedent_numbers=tuple(numbers.get(bytes.fromhex(id), 0) for id in record.meta["antecedents"]),
+        why_not=refusal(offer, "auto", AUTO_MAX_KL),
+        replaced=None if older is None else _replaced(older.meta, older.raw_bytes),
+    )
+
+
+def _replaced(meta: Mapping, patch_bytes: int) -> ReplacedPatch:
+    rank = max(meta["ranks"], default=0)
+    return ReplacedPatch(rank, proven_energy(meta), meta["kl"], patch_bytes, bool(meta.get(COMPOSITIONS)))
+
+
+def refused_lines(result: CompileResult) -> list[str]:
+    """What a person should know of patches and compositions that ``--reuse auto`` will not use: a line per reason."""
+    lines = []
+    low = [patch for patch in result.patches if patch.why_not == "low_energy"]
+    if low:
+        captured = _span([100 * patch.trusted_energy for patch in low], "{:.1f} %")
+        lines.append(
+            f"--reuse auto will not use the patches of {_chunks_of(low)}: they capture {captured} of the energy, below "
+            f"{100 * AUTO_MIN_ENERGY:.0f} %; more --rank, --budget, --energy or --dtype bits help, --reuse patched "
+            "takes them anyway"
+        )
+    far = [patch for patch in result.patches if patch.why_not == "max_kl"]
+    if far:
+        found = _span([patch.kl for patch in far], "{:.2g}")
+        lines.append(
+            f"--reuse auto will not use the patches of {_chunks_of(far)}: their measured KL is {found}, above "
+            f"{AUTO_MAX_KL:g}; more --rank, --budget, --energy or --dtype bits help, --max-kl of query allows more"
+        )
+    refused = [bound for bound in result.composed if refusal(_offer_of(bound), "auto", AUTO_MAX_KL)]
+    if refused:
+        numbers = ", ".join(str(bound.num_antecedents) for bound in refused)
+        held = _span([100 * bound.energy for bound in refused], "{:.0f} %")
+        lines.append(
+            f"--reuse auto will not use compositions of {numbers} pairs: they hold {held} of what a prefill gives, "
+            f"at a KL up to {max(bound.kl for bound in refused):.2g}; --reuse patched takes them, and --kind orbit or "
+            "exact forms what auto takes"
+        )
+    return lines
+
+
+def _offer_of(bound: ComposedBound) -> Offer:
+    return Offer((), "composed", bound.kl, bound.energy)
+
+
+def _chunks_of(patches: Sequence[FormedPatch]) -> str:
+    return chunks_words(dict.fromkeys(patch.chunk_number for patch in patches))
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    low, high = form.format(min(values)), form.format(max(values))
+    return low if low == high else f"{low.removesuffix(' %')} to {high}"
