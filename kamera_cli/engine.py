@@ -305,7 +305,8 @@ class Engine:
         time_prefill : bool
             Also run one plain prefill of what was formed, so that the result tells the cost in units of it.
         budget : str or None
-            Most bytes of each patch, a share of the KV that it serves (``3%``) or a size (``20KB``); with ``auto``.
+            Most bytes of each patch, a share of the KV that it serves (``3%``) or a size (``20KB``); with ``auto``. In
+            an orbit this holds for each set: its own factors and its share of those that all sets of a chunk read.
         """
         from kamera_cli.jobs import compiling
         from kamera_cli.jobs.patches import PatchOptions

@@ -42,7 +42,7 @@ class NewPatch:
         In order for ``exact``; the order does not matter for ``orbit``.
     meta : Mapping
         What was measured and asked for.
-    basis : Record or None
+    basis : Identity or None
         Given: only U is written, and V is that of this patch of the same orbit.
     """
 
@@ -52,7 +52,7 @@ class NewPatch:
     layers: list[LayerPatch]
     meta: Mapping
     cost_ms: float
-    basis: Record | None = None
+    basis: Identity | None = None
 
 
 @dataclass(frozen=True)

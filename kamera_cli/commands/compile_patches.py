@@ -63,7 +63,8 @@ def compile_patches(
         typer.Option(
             "--budget",
             metavar="SHARE|BYTES",
-            help="Most that --rank auto spends on a patch: 3% of the KV it serves, or a size such as 20KB",
+            help="Most that --rank auto spends on a patch: 3% of the KV it serves, or a size such as 20KB; "
+            "of an orbit, on each set with its share of what all sets of a chunk read",
         ),
     ] = None,
     dtype: Annotated[

@@ -55,19 +55,14 @@ def check_request(chunks: Sequence[str] | None, kind: str, options: patches.Patc
     if factor_dtype not in FACTOR_DTYPES:
         raise UsageError(f"--dtype {factor_dtype} is not supported (supported: {', '.join(FACTOR_DTYPES)})")
     if budget is not None:
-        _check_budget(budget, kind, rank)
+        _check_budget(budget, rank)
     if kind == "removal" and chunks is not None:
         raise UsageError("--kind removal goes by the window's own order; name no chunks")
 
 
-def _check_budget(budget: str, kind: str, rank: int | str) -> None:
+def _check_budget(budget: str, rank: int | str) -> None:
     parse_budget(budget)
     if rank != "auto":
         raise UsageError(
             f"--budget {budget} and --rank {rank} exclude each other; a budget goes with --rank auto"
-        )
-    if kind == "orbit":
-        raise UsageError(
-            f"--budget {budget} and --kind orbit exclude each other; "
-            "the patches of an orbit share their directions; set --rank or --energy"
         )

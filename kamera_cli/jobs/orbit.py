@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kamera_cli.generate import next_token_kl
@@ -13,6 +13,7 @@ from kamera_cli.jobs.conditioned import conditioned
 from kamera_cli.jobs.formed import describe
 from kamera_cli.jobs.measuring import Part, probe_logits
 from kamera_cli.jobs.patches import PatchOptions, serves
+from kamera_cli.jobs.sensitivity import layer_worth
 from kamera_cli.library import NewPatch, identity_of
 from kamera_cli.operator.orbit import (
     antecedent_sets,
@@ -30,6 +31,7 @@ from kamera_store.tensors import to_bytes
 
 if TYPE_CHECKING:
     from kamera_cli.engine import Engine
+    from kamera_cli.library import Library
     from kamera_cli.model.families.family import LayerKV
     from kamera_store.records import Record
 
@@ -42,12 +44,13 @@ def compile_orbit(
 ) -> CompileResult:
     """Form orbit patches for chunks of a window; see ``Engine.compile_patches``.
 
-    A patch's KL is the largest over `kamera_cli.operator.orbit.measured_orders`.
+    A patch's KL is the largest over `kamera_cli.operator.orbit.measured_orders`. A budget holds for the patch of each
+    set: what is written for it alone, and its share of the V that all sets of the chunk read.
 
     Raises
     ------
     UsageError
-        Too few or too many chunks for an orbit, or a rank out of range.
+        Too few or too many chunks for an orbit, a rank out of range, or a budget without room for any direction.
     NotFoundError
         No such window or chunk.
     """
@@ -63,12 +66,37 @@ def compile_orbit(
     records = {chunk: require_record(engine.library, chunk, str(numbers[chunk.key])) for chunk in orbit}
     members = [(chunk, of) for chunk in map(identity_of, entries) for of in antecedent_sets(chunk, orbit)]
     formed = _found(engine, members, records, options, numbers)
-    prefill_ms = measure_ms = 0.0
+    costs = _Costs()
     if len(formed) < len(members):
-        formed, prefill_ms, measure_ms = _form(engine, members, records, options, numbers)
+        num_sets = len(antecedent_sets(orbit[0], orbit))
+        for entry in entries:
+            options.check_budget(records[identity_of(entry)], f"chunk {entry.number}", num_sharing=num_sets)
+        learning = time.perf_counter()
+        learns = options.learn and options.rank == "auto"
+        chain = tuple(map(identity_of, entries)) if learns else None
+        options = replace(options, worth=layer_worth(engine, chain, numbers))
+        costs.learn_ms = 1e3 * (time.perf_counter() - learning)
+        formed = _form(engine, members, records, options, numbers, costs)
     patches = tuple(formed[member] for member in members)
     total_ms = 1e3 * (time.perf_counter() - started)
-    return CompileResult(window, "orbit", patches, prefill_ms, total_ms, measure_ms=measure_ms)
+    return CompileResult(
+        window,
+        "orbit",
+        patches,
+        costs.prefill_ms,
+        total_ms,
+        measure_ms=costs.measure_ms,
+        learn_ms=costs.learn_ms,
+    )
+
+
+@dataclass
+class _Costs:
+    """Clocks, in ms: conditioned forwards, measuring KL, and what each layer is worth."""
+
+    prefill_ms: float = 0.0
+    measure_ms: float = 0.0
+    learn_ms: float = 0.0
 
 
 def _found(
@@ -93,46 +121,74 @@ def _form(
     records: Mapping[Identity, Record],
     options: PatchOptions,
     numbers: dict[bytes, int],
-) -> tuple[dict[Member, FormedPatch], float, float]:
-    """Patches of every member, and the ms that went into conditioned forwards and into measuring KL."""
+    costs: _Costs,
+) -> dict[Member, FormedPatch]:
+    """Patches of every member; those of one chunk are written together."""
     library, runner = engine.library, engine.runner
     engine.progress(Progress("forming orbit patches", 0, len(records), "chunks"))
     started = time.perf_counter()
     chains = [(*order, chunk) for chunk, of in members for order in measured_orders(of)]
     after = conditioned(engine, list(dict.fromkeys(chains)), numbers)
     runner.synchronize()
-    prefill_ms = 1e3 * (time.perf_counter() - started)
+    costs.prefill_ms = 1e3 * (time.perf_counter() - started)
     canonical = {chunk: library.layers(record) for chunk, record in records.items()}
     patches: dict[Member, list[LayerPatch]] = {}
     spent: dict[Identity, float] = {}
-    for done, chunk in enumerate(records, start=1):
+    for done, (chunk, record) in enumerate(records.items(), start=1):
         forming = time.perf_counter()
         sets = [of for one, of in members if one == chunk]
         joint = form_orbit(
             [mean_kv([after[*order, chunk] for order in formed_orders(of)]) for of in sets], canonical[chunk],
             rank=options.rank, energy=options.energy, dtype=options.dtype,
+            budget_bytes=options.budget_bytes(record), worth=options.worth,
         )  # fmt: skip
         patches |= {(chunk, of): layers for of, layers in zip(sets, joint, strict=True)}
         spent[chunk] = 1e3 * (time.perf_counter() - forming) / len(sets)
         engine.progress(Progress("forming orbit patches", done, len(records), "chunks"))
     orbit = _Orbit(engine, records, canonical, after, patches)
-    formed, basis, measure_ms = {}, {}, 0.0
-    for chunk, of in members:
+    formed: dict[Member, FormedPatch] = {}
+    for chunk, record in records.items():
+        of_chunk = [member for member in members if member[0] == chunk]
         measuring = time.perf_counter()
-        kl, kl_blind = orbit.worst_kl(chunk, of, options.probe)
-        measure_ms += 1e3 * (time.perf_counter() - measuring)
-        meta = {"kl": kl, "kl_blind": kl_blind, "probe": options.probe, "request": options.request}
-        record = library.put_patch(
-            NewPatch(
-                records[chunk], of, "orbit", patches[chunk, of],
-                meta=meta | {"version": _version(patches[chunk, of])},
-                cost_ms=spent[chunk] + prefill_ms / len(members),
-                basis=basis.get(chunk),
-            )
-        )  # fmt: skip
-        basis.setdefault(chunk, record)
-        formed[chunk, of] = describe(record, records[chunk], numbers, "formed", spent[chunk])
-    return formed, prefill_ms, measure_ms
+        measured = [orbit.worst_kl(chunk, of, options.probe) for _, of in of_chunk]
+        costs.measure_ms += 1e3 * (time.perf_counter() - measuring)
+        cost_ms = spent[chunk] + costs.prefill_ms / len(members)
+        stored = _written(
+            library, record, [(of, patches[chunk, of]) for _, of in of_chunk], measured, options, cost_ms
+        )
+        for member, patch in zip(of_chunk, stored, strict=True):
+            formed[member] = describe(patch, record, numbers, "formed", spent[chunk])
+    return formed
+
+
+def _written(
+    library: Library,
+    chunk: Record,
+    patches: Sequence[tuple[Chain, list[LayerPatch]]],
+    measured: Sequence[tuple[float, float]],
+    options: PatchOptions,
+    cost_ms: float,
+) -> list[Record]:
+    """Write the patches of one chunk, the one that holds V first.
+
+    Where the room ends in between, that one serves its own set, and coefficients of an older compilation are told from
+    it by their version.
+    """
+    first, layers = patches[0]
+    of_chunk = Identity("chunk", chunk.key, chunk.digest)
+    basis = library.patch_identity(of_chunk, first, "orbit")
+    version = _version(layers)
+    return library.put_patches([
+        NewPatch(
+            chunk, of, "orbit", patch,
+            meta={
+                "kl": kl, "kl_blind": kl_blind, "probe": options.probe, "request": options.request, "version": version
+            },
+            cost_ms=cost_ms,
+            basis=None if of is first else basis,
+        )
+        for (of, patch), (kl, kl_blind) in zip(patches, measured, strict=True)
+    ])  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -64,13 +64,13 @@ def compile_pairs(
         check_rank(options.rank, entry.num_tokens)
     numbers = {bytes.fromhex(entry.chunk): entry.number for entry in (*view.entries, *view.evicted)}
     links = tuple(map(identity_of, entries))
-    formed, costs = form_chains(engine, list(permutations(links, 2)), options, numbers)
+    formed, costs = form_chains(engine, list(permutations(links, 2)), options, numbers, learn_on=links)
     measuring = time.perf_counter()
     bounds = _calibrate(engine, links, numbers, options.probe) if len(links) > 2 else ()
     measure_ms = costs.measure_ms + 1e3 * (time.perf_counter() - measuring)
     return CompileResult(
         window, "pair", tuple(formed), costs.prefill_ms, 1e3 * (time.perf_counter() - started),
-        measure_ms=measure_ms, form_ratio=costs.form_ratio,
+        measure_ms=measure_ms, form_ratio=costs.form_ratio, learn_ms=costs.learn_ms,
         composed=bounds,
     )  # fmt: skip
 

@@ -65,8 +65,13 @@ class PatchOptions:
         """Bytes that the patch of a chunk may take."""
         return None if self.budget is None else parse_budget(self.budget).of(kv_bytes(chunk))
 
-    def check_budget(self, chunk: Record, what: str) -> None:
+    def check_budget(self, chunk: Record, what: str, *, num_sharing: int = 1) -> None:
         """Refuse a budget that leaves the patch of a chunk without any direction.
+
+        Parameters
+        ----------
+        num_sharing : int
+            Patches that share V.
 
         Raises
         ------
@@ -75,7 +80,7 @@ class PatchOptions:
         if self.budget is None:
             return
         sizes = [
-            direction_bytes(tensor.shape[0], math.prod(tensor.shape[1:]), self.dtype)
+            direction_bytes(tensor.shape[0], math.prod(tensor.shape[1:]), self.dtype, num_sharing=num_sharing)
             for tensor in chunk.tensors
             if tensor.layer >= 0
         ]
@@ -145,9 +150,19 @@ def compile_window(
 
 
 def form_chains(
-    engine: Engine, chains: Sequence[Chain], options: PatchOptions, numbers: dict[bytes, int]
+    engine: Engine,
+    chains: Sequence[Chain],
+    options: PatchOptions,
+    numbers: dict[bytes, int],
+    *,
+    learn_on: Chain | None = None,
 ) -> tuple[list[FormedPatch], Costs]:
     """Form the patch of the last chunk of every chain; chains that share a prefix share its forward.
+
+    Parameters
+    ----------
+    learn_on : Chain or None
+        Chunks to learn from what each layer is worth; the longest of the chains for None.
 
     Returns
     -------
@@ -163,8 +178,9 @@ def form_chains(
         label = str(numbers.get(chain[-1].key, chain[-1].short_id))
         options.check_budget(require_record(engine.library, chain[-1], label), f"chunk {label}")
     learning = time.perf_counter()
-    longest = max(missing, key=len) if options.learn and options.rank == "auto" else None
-    options = replace(options, worth=layer_worth(engine, longest, numbers))
+    learns = options.learn and options.rank == "auto"
+    learned = (learn_on or max(missing, key=len)) if learns else None
+    options = replace(options, worth=layer_worth(engine, learned, numbers))
     learn_ms = 1e3 * (time.perf_counter() - learning)
     forming = _Forming(engine, options, numbers, frozenset(missing))
     # By now the model is in memory: loading it is no part of what forming costs.

@@ -58,7 +58,7 @@ def remove(engine: Engine, window: str, options: PatchOptions) -> CompileResult:
     return CompileResult(
         window, "removal", tuple(formed), costs.prefill_ms, total_ms,
         survivors=tuple(entry.number for entry in survivors), kl_kept=kept, kl_removed=removed,
-        measure_ms=costs.measure_ms, form_ratio=costs.form_ratio,
+        measure_ms=costs.measure_ms, form_ratio=costs.form_ratio, learn_ms=costs.learn_ms,
     )  # fmt: skip
 
 

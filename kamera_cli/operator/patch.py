@@ -174,12 +174,18 @@ def _ranks_of_all(
     return choose(spectra, energy=energy, typical=typical, budget_bytes=budget_bytes)
 
 
-def direction_bytes(num_tokens: int, width: int, dtype: Precision = None) -> int:
-    """Raw bytes of one direction of a (T, W) tensor."""
-    if isinstance(dtype, torch.dtype):
-        return dtype.itemsize * (num_tokens + width)
-    bits = dtype or AUTO_BITS
-    return quantise.row_bytes(num_tokens, bits) + quantise.row_bytes(width, bits)
+def direction_bytes(num_tokens: int, width: int, dtype: Precision = None, *, num_sharing: int = 1) -> int:
+    """Raw bytes of one direction of a (T, W) tensor, rounded up where several patches share V."""
+    return side_bytes(num_tokens, dtype) + -(-side_bytes(width, dtype) // num_sharing)
+
+
+def side_bytes(length: int, dtype: Precision = None) -> int:
+    """Raw bytes of a row of U or V."""
+    return (
+        dtype.itemsize * length
+        if isinstance(dtype, torch.dtype)
+        else quantise.row_bytes(length, dtype or AUTO_BITS)
+    )
 
 
 def residual(after: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:

@@ -195,7 +195,7 @@ def test_a_bad_request_is_one_line_with_its_exit_code_and_changes_nothing(engine
         ({"budget": "40"}, UsageError, "chunk 2.*40 bytes"),
         ({"budget": "0.01%"}, UsageError, "budget"),
         ({"budget": "3%", "rank": 4}, UsageError, "--rank 4"),
-        ({"budget": "3%", "kind": "orbit"}, UsageError, "--kind orbit"),
+        ({"budget": "0.01%", "kind": "orbit"}, UsageError, "chunk 1.*budget"),
         ({"budget": "much"}, UsageError, "much"),
         ({"chunks": ["1", "7"]}, NotFoundError, "'7'"),
         ({"chunks": ["1", "1"]}, UsageError, "twice"),
