@@ -1,13 +1,15 @@
 """Suite ``orbit``: one patch per chunk and antecedent set against exact patches, over every order of small sets.
 
+Without ``--ranks`` both are formed as ``compile-patches`` forms them: ranks by worth, learned on the first episodes.
 The rivals inside show what was chosen and why: a patch per set with a V of its own, one order instead of two opposite
-ones, and the paper's single mean patch per chunk.
+ones, and the paper's single mean patch per chunk; ``--rivals none`` leaves them out.
 """
 
 from __future__ import annotations
 
 import itertools
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from kamera_cli.bench.arrangement import Arrangement
 from kamera_cli.bench.episodes import Encoded, encoded_episodes, forced, group_of
+from kamera_cli.bench.forming import Learner
+from kamera_cli.bench.orbit_forming import ORBIT, Patches, Ways, arms_of, conditioned
 from kamera_cli.bench.results import SuiteResult, Table
 from kamera_cli.bench.shares import Share, mean, percentile
 from kamera_cli.engine import Engine
 from kamera_cli.generate import next_token_kl
-from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.scoring import is_greedy_match, score
-from kamera_cli.operator.orbit import antecedent_sets, form_orbit, formed_orders, mean_kv
-from kamera_cli.operator.patch import AUTO_BITS, LayerPatch, form
+from kamera_cli.operator.patch import AUTO_BITS
 from kamera_cli.operator.quantise import row_bytes
 from kamera_cli.results import Progress
 from kamera_cli.settings import Settings
@@ -34,9 +36,7 @@ if TYPE_CHECKING:
 SIZES = (3, 4)
 """Chunks of the sets; all 3! and 4! orders are asked."""
 EPISODES = 20
-RANK = 8
-RE_PREFILL, BLIND, EXACT, ORBIT = "re-prefill", "blind", "exact, one per order", "orbit, shared V"
-_Patches = dict[tuple[tuple[int, ...], int], list[LayerPatch]]
+RE_PREFILL, BLIND = "re-prefill", "blind"
 
 
 @dataclass
@@ -60,7 +60,9 @@ def measure(
     SuiteResult
         One table per size of the set.
     """
-    count, rank = options.episodes or EPISODES, max(options.ranks, default=RANK)
+    count = options.episodes or EPISODES
+    ways = Ways(max(options.ranks, default="auto"), with_rivals=options.rivals != ("none",))
+    learner = Learner() if ways.rank == "auto" else None
     tables, data = [], {}
     with tempfile.TemporaryDirectory(prefix="kamera-bench-") as folder:
         own = replace(settings, store=Path(folder) / "store", quota_bytes=None, rehash=False)
@@ -68,29 +70,44 @@ def measure(
             for size in SIZES:
                 arms: dict[str, _Arm] = {}
                 kv_bytes = 0
+                started = time.perf_counter()
                 episodes = encoded_episodes(engine.runner, count, options.seed, Path(folder), num_chunks=size)
                 for done, encoded in enumerate(episodes):
                     on_progress(Progress(f"orders of {size}", done, count, "episodes"))
-                    kv_bytes += _episode(encoded, rank, arms)
-                tables.append(_table(size, count, rank, arms, kv_bytes))
-                data[f"of_{size}"] = _data(arms, kv_bytes)
-            described = {"model": engine.checkpoint.label, "device": str(engine.runner.device)}
+                    kv_bytes += _episode(encoded, ways, learner, arms)
+                seconds = (time.perf_counter() - started) / count
+                found = _data(arms, kv_bytes) | {"seconds_per_episode": seconds}
+                tables.append(_table(size, count, ways, found))
+                data[f"of_{size}"] = found
+            described = {
+                "model": engine.checkpoint.label,
+                "device": str(engine.runner.device),
+                "episodes": count,
+                "rank": ways.rank,
+                "energy": ways.energy if ways.rank == "auto" else None,
+                "windows_learned_on": learner.num_windows if learner else 0,
+            }
     told = ", ".join(f"{size}!: {_share(data[f'of_{size}']['arms'][ORBIT]['two_hop'])}" for size in SIZES)
-    sentence = f"two-hop answers with orbit patches of rank {rank} over all orders, {told} %"
-    return SuiteResult(
-        "orbit", sentence, {**described, "episodes": count, "rank": rank, **data}, tuple(tables)
-    )
+    sentence = f"two-hop answers with orbit patches {ways.described} over all orders, {told} %"
+    return SuiteResult("orbit", sentence, {**described, **data}, tuple(tables))
 
 
-def _episode(encoded: Encoded, rank: int, arms: dict[str, _Arm]) -> int:
+def _episode(encoded: Encoded, ways: Ways, learner: Learner | None, arms: dict[str, _Arm]) -> int:
     """Ask one episode in every order; bytes of KV that a patch of every set serves."""
     size, canonical = len(encoded.segments), encoded.canonical
-    after: dict[tuple[tuple[int, ...], int], list[LayerKV]] = {}
-    arranged = {order: encoded.arranged(order) for order in itertools.permutations(range(size))}
-    for order, arrangement in arranged.items():
-        for place, chunk in enumerate(order):
-            after[order[:place], chunk] = arrangement.conditioned[place]
-    made = _made(after, canonical, rank)
+    after = conditioned(encoded)
+    arranged = {
+        order: Arrangement(
+            encoded.runner,
+            [encoded.segments[chunk] for chunk in order],
+            [canonical[chunk] for chunk in order],
+            [after[order[:place], chunk] for place, chunk in enumerate(order)],
+        )
+        for order in itertools.permutations(range(size))
+    }
+    if learner is not None:
+        ways = replace(ways, worth=learner.worth(arranged[tuple(range(size))]))
+    made = arms_of(after, canonical, ways)
     for name, (_, kept) in made.items():
         arms.setdefault(name, _Arm()).raw_bytes += _bytes(kept)
     asked = [(group_of(question), forced(encoded.runner, question)) for question in encoded.episode.questions]
@@ -108,53 +125,9 @@ def _episode(encoded: Encoded, rank: int, arms: dict[str, _Arm]) -> int:
     return num_sets * sum(kv.rotary.nbytes + kv.plain.nbytes for layers in canonical for kv in layers)
 
 
-def _made(
-    after: dict[tuple[tuple[int, ...], int], list[LayerKV]], canonical: list[list[LayerKV]], rank: int
-) -> dict[str, tuple[_Patches, list]]:
-    """Per arm, patches by order and chunk, and the factors that have to be kept for them."""
-    size = len(canonical)
-    own: dict[str, _Patches] = {
-        name: {} for name in (EXACT, ORBIT, "a V for each set", "one order", "one mean patch")
-    }
-    kept: dict[str, list] = {name: [] for name in own}
-
-    def factored(layers: list[LayerKV], chunk: int) -> list[LayerPatch]:
-        return form(layers, canonical[chunk], rank=min(rank, layers[0].rotary.shape[0]), energy=1.0)
-
-    for (before, chunk), layers in after.items():
-        if before:
-            own[EXACT][before, chunk] = factored(layers, chunk)
-            kept[EXACT] += _factors(own[EXACT][before, chunk])
-    for chunk in range(size):
-        sets = antecedent_sets(chunk, list(range(size)))
-        means = [mean_kv([after[order, chunk] for order in formed_orders(of)]) for of in sets]
-        joint = form_orbit(means, canonical[chunk], rank=rank, energy=1.0)
-        everywhere = mean_kv([layers for (before, one), layers in after.items() if one == chunk and before])
-        single = factored(everywhere, chunk)
-        kept["one mean patch"] += _factors(single)
-        kept[ORBIT] += [factors.v for patch in joint[0] for factors in (patch.rotary, patch.plain)]
-        for of, layers, shared in zip(sets, means, joint, strict=True):
-            apart, first = factored(layers, chunk), factored(after[of, chunk], chunk)
-            kept[ORBIT] += [factors.u for patch in shared for factors in (patch.rotary, patch.plain)]
-            kept["a V for each set"] += _factors(apart)
-            kept["one order"] += _factors(first)
-            for before in itertools.permutations(of):
-                own[ORBIT][before, chunk] = shared
-                own["a V for each set"][before, chunk] = apart
-                own["one order"][before, chunk] = first
-                own["one mean patch"][before, chunk] = single
-    return {name: (own[name], kept[name]) for name in own}
-
-
-def _patched(arrangement: Arrangement, order: tuple[int, ...], patches: _Patches):
+def _patched(arrangement: Arrangement, order: tuple[int, ...], patches: Patches):
     chosen = [patches[order[:place], chunk] if place else None for place, chunk in enumerate(order)]
     return arrangement.patched(chosen, None)
-
-
-def _factors(layers: list[LayerPatch]) -> list:
-    return [
-        rows for patch in layers for factors in (patch.rotary, patch.plain) for rows in (factors.u, factors.v)
-    ]
 
 
 def _bytes(kept: list) -> int:
@@ -179,8 +152,8 @@ def _data(arms: dict[str, _Arm], kv_bytes: int) -> dict:
     }
 
 
-def _table(size: int, count: int, rank: int, arms: dict[str, _Arm], kv_bytes: int) -> Table:
-    data = _data(arms, kv_bytes)["arms"]
+def _table(size: int, count: int, ways: Ways, measured: dict) -> Table:
+    data, kv_bytes = measured["arms"], measured["kv_bytes"]
     rows = tuple(
         (
             name,
@@ -193,11 +166,12 @@ def _table(size: int, count: int, rank: int, arms: dict[str, _Arm], kv_bytes: in
         )
         for name, found in data.items()
     )
-    orders = len(arms[BLIND].right["two_hop"])
+    answers = data[BLIND]["two_hop"]["count"]
+    how = f"{ways.described}, energy {ways.energy}" if ways.rank == "auto" else ways.described
     notes = (
-        f"{count} episodes in every order, {orders} two-hop answers, rank {rank}. Per cent with Wilson 95 % intervals. "
-        "η: share of blind's mean KL that is gone. Bytes: of all patches that every order needs, over the KV that one "
-        "patch of each set serves.",
+        f"{count} episodes in every order, {answers} two-hop answers; patches {how}. Per cent with Wilson 95 % "
+        "intervals. η: share of blind's mean KL that is gone. Bytes: of all patches that every order needs, over the "
+        "KV that one patch of each set serves.",
     )
     columns = ("arm", ">two-hop", ">one-hop", ">mean KL", ">p95 KL", ">η", ">bytes")
     return Table(f"Every order of {size} chunks", columns, rows, notes)
