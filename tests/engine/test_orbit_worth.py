@@ -10,6 +10,7 @@ from tiny_models import write_passage
 from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, bench_episode, write_episode
 from kamera_cli.errors import UsageError
 from kamera_cli.jobs.sensitivity import LEAST_FELT, SENSITIVITY, layer_worth
+from kamera_cli.operator.ranks import DEFAULT_ENERGY
 from kamera_cli.tiny import model_path
 from kamera_store.errors import NoRoomError
 from kamera_store.kvstore import KVStore
@@ -58,12 +59,14 @@ def test_an_orbit_compiled_first_of_all_learns_what_a_layer_is_worth_and_answers
     state = cards.store.get_state(SENSITIVITY, cards.fingerprint).value
     assert result.learn_ms > 0 and [len(window["chunks"]) for window in state["windows"]] == [3]
     assert max(tensor[0] for layer in state["layers"] for tensor in layer) >= LEAST_FELT
-    assert len(result.patches) == 9 and all(patch.energy_weighted >= 0.995 for patch in result.patches)
+    assert len(result.patches) == 9 and all(
+        patch.energy_weighted >= DEFAULT_ENERGY for patch in result.patches
+    )
     assert all(patch.split[0] == (0, 0) for patch in result.patches)
     weights = layer_worth(cards, None, {}).layers
     likely = max(range(6), key=lambda layer: weights[layer][0])
     assert all(sum(patch.split[likely]) >= sum(patch.split[1]) for patch in result.patches)
-    assert sum(patch.patch_bytes for patch in result.patches) < 0.04 * sum(
+    assert sum(patch.patch_bytes for patch in result.patches) < 0.06 * sum(
         patch.chunk_kv_bytes for patch in result.patches
     )
     two_hop = [question for question in card_file[1].questions if question.hops == 2]
