@@ -12,8 +12,7 @@ from kamera_cli.bench import BenchOptions, orbit
 from kamera_cli.bench.episodes import encoded_episodes
 from kamera_cli.bench.orbit_forming import EXACT, ORBIT, conditioned
 from kamera_cli.engine import Engine
-from kamera_cli.operator.ranks import DEFAULT_ENERGY
-from kamera_cli.settings import Settings
+from kamera_cli.settings import DEFAULT_ENERGY, Settings
 from kamera_cli.text import strict_json
 
 

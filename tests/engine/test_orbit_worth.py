@@ -10,7 +10,7 @@ from tiny_models import write_passage
 from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, bench_episode, write_episode
 from kamera_cli.errors import UsageError
 from kamera_cli.jobs.sensitivity import LEAST_FELT, SENSITIVITY, layer_worth
-from kamera_cli.operator.ranks import DEFAULT_ENERGY
+from kamera_cli.settings import DEFAULT_ENERGY
 from kamera_cli.tiny import model_path
 from kamera_store.errors import NoRoomError
 from kamera_store.kvstore import KVStore
