@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from kamera_cli.jobs.pairs import META as COMPOSITIONS
 from kamera_cli.operator.plan import AUTO_MAX_KL, AUTO_MIN_ENERGY, Offer, refusal
 from kamera_cli.operator.ranks import proven_energy
-from kamera_cli.results import CompileResult, ComposedBound, FormedPatch, ReplacedPatch
+from kamera_cli.results import CompileResult, ComposedBound, FormedPatch, ReplacedPatch, WhyNot
 from kamera_cli.text import chunks_words
 from kamera_store.records import Record
 
@@ -32,7 +32,6 @@ def describe(
     older : Record or None
         What it took the place of.
     """
-    offer = Offer((record.key,), record.meta["kind"], record.meta["kl"], proven_energy(record.meta))
     return FormedPatch(
         id=record.id,
         chunk=chunk.id,
@@ -49,9 +48,15 @@ def describe(
         energy_weighted=record.meta.get("energy_weighted"),
         split=tuple(map(tuple, record.meta.get("split", ()))),
         antecedent_numbers=tuple(numbers.get(bytes.fromhex(id), 0) for id in record.meta["antecedents"]),
-        why_not=refusal(offer, "auto", AUTO_MAX_KL),
+        why_not=why_not_auto(record),
         replaced=None if older is None else _replaced(older.meta, older.raw_bytes),
     )
+
+
+def why_not_auto(patch: Record) -> WhyNot | None:
+    """Why ``--reuse auto`` does not use a stored patch; None where it does."""
+    offer = Offer((patch.key,), patch.meta["kind"], patch.meta["kl"], proven_energy(patch.meta))
+    return refusal(offer, "auto", AUTO_MAX_KL)
 
 
 def _replaced(meta: Mapping, patch_bytes: int) -> ReplacedPatch:

@@ -19,7 +19,7 @@ from kamera_cli.jobs.common import (
     require_record,
 )
 from kamera_cli.jobs.conditioned import Prefilled, count_branches, each_branch
-from kamera_cli.jobs.formed import describe, kv_bytes
+from kamera_cli.jobs.formed import describe, kv_bytes, why_not_auto
 from kamera_cli.jobs.measuring import Part, assembled, places_of
 from kamera_cli.jobs.sensitivity import layer_worth
 from kamera_cli.library import Library, NewPatch
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PatchOptions:
-    """Options of ``Engine.compile_patches``, see there."""
+    """Options of ``Engine.compile_patches``, see there.
+
+    With ``any_usable`` a stored patch that ``--reuse auto`` takes is enough, however it was asked for.
+    """
 
     rank: int | Literal["auto"] = "auto"
     energy: float = DEFAULT_ENERGY
@@ -48,6 +51,7 @@ class PatchOptions:
     time_prefill: bool = False
     budget: str | None = None
     learn: bool = False
+    any_usable: bool = False
     worth: Worth | None = None
 
     @property
@@ -312,6 +316,8 @@ def _found(
 
 def serves(record: Record, options: PatchOptions) -> bool:
     """Whether a stored patch is what was asked for, or the same with more directions, which a reader can leave out."""
+    if options.any_usable and why_not_auto(record) is None:
+        return True
     kept, wanted = record.meta["request"], options.request
     if kept == wanted:
         return True
@@ -344,7 +350,7 @@ def recall(engine: Engine, chunks: Sequence[str], window: str, at: int | None) -
     calls = engine.vision_calls
     numbers = {bytes.fromhex(entry.chunk): entry.number for entry in (*after.entries, *after.evicted)}
     formed, _ = form_chains(
-        engine, [chunk.chain for chunk in wanted if chunk.antecedents], PatchOptions(), numbers
+        engine, [chunk.chain for chunk in wanted if chunk.antecedents], PatchOptions(any_usable=True), numbers
     )
     update_window(engine.store, tenant, window, lambda current: recalled(current, returning, at))
     entries = {entry.chunk: entry for entry in after.entries}

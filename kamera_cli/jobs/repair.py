@@ -66,7 +66,7 @@ def repair(engine: Engine, recalled: RecallResult) -> RecallResult:
     for entry in changed:
         (wanted,) = conditioning(after, [entry], given_order=False)
         if wanted.antecedents:
-            formed, _ = form_chains(engine, [wanted.chain], PatchOptions(), numbers)
+            formed, _ = form_chains(engine, [wanted.chain], PatchOptions(any_usable=True), numbers)
             patches += [patch.id for patch in formed]
         view = update_window(
             engine.store, tenant, name, lambda current, chunk=entry.chunk: reconditioned(current, {chunk})

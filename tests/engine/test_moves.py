@@ -142,6 +142,20 @@ def test_a_survivor_of_a_purged_antecedent_falls_back_to_a_prefill(engine):
     assert len(engine.compile_patches().patches) == 1
 
 
+@pytest.mark.parametrize(("rank", "kept"), [(10, True), (1, False)])
+def test_a_recall_forms_no_patch_anew_that_auto_takes_and_every_one_that_it_does_not(engine, rank, kept):
+    """A patch that was asked for with another rank or goal is not to be lost to a recall, which asks for none."""
+    asked = engine.compile_patches(["2", "3", "1"], rank=rank).patches[1]
+    engine.evict(["1"])
+    assert (asked.why_not is None) == kept
+    (recalled,) = engine.recall(["1"]).patched
+    ranks = tuple(engine.store.get(bytes.fromhex(recalled)).meta["ranks"])
+    assert recalled == asked.id and (ranks == asked.ranks) == kept
+    assert (
+        engine.query(QUESTION, chunks=["2", "3", "1"], require_hit=True).chunks[2].used == "exact" or not kept
+    )
+
+
 def test_a_purge_leaves_no_patch_that_can_no_longer_be_read(engine):
     """All sets of a chunk's orbit share the V of one of its patches, which may name the purged chunk."""
     engine.compile_patches(kind="orbit")
