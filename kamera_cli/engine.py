@@ -416,12 +416,12 @@ class Engine:
         whose patches name a recalled one are conditioned anew on what stands before them now, the cheapest first; asked
         again, a repair that was interrupted goes on.
         """
-        from kamera_cli.jobs import patches
+        from kamera_cli.jobs import recalling
         from kamera_cli.jobs import repair as repairing
 
         where = moves.position(at)
         done = repairing.standing(self, chunks, window, where) if repair else None
-        result = patches.recall(self, chunks, window, where) if done is None else done
+        result = recalling.recall(self, chunks, window, where) if done is None else done
         return repairing.repair(self, result) if repair else result
 
     def open_window(self, name: str = "default") -> Window:

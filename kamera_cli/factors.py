@@ -79,8 +79,10 @@ def tensors_of(
         packed = pack(torch.cat([written[at] for at in places]), key[1])
         for at, part in zip(places, packed.split([len(written[at]) for at in places]), strict=True):
             written[at] = part
+    # Integers of V are those of orthonormal rows: nothing in them repeats, so trying to compress them is time lost.
     return [
-        to_bytes(label, rows, layer=layer) for (label, layer, _, _), rows in zip(wanted, written, strict=True)
+        to_bytes(label, rows, layer=layer, codec="auto" if bits is None or label.endswith("_u") else "raw")
+        for (label, layer, _, bits), rows in zip(wanted, written, strict=True)
     ]
 
 

@@ -144,14 +144,9 @@ class Library:
         tensors = self.store.read(record, [("positions", -1)])
         return RelativePositions(to_torch(tensors["positions", -1]), record.meta["span"])
 
-    def layer(self, record: Record, layer: int) -> LayerKV:
-        """Canonical KV of one layer of a chunk."""
-        return self.reader.chunk(self.store.read_layer(record, layer))
-
     def layers(self, record: Record) -> list[LayerKV]:
         """Canonical KV of all layers of a chunk. Not to be written into."""
-        numbers = range(record.meta["num_layers"])
-        return list(self._through(record, "layers", lambda: tuple(self.layer(record, n) for n in numbers)))
+        return list(self._through(record, "layers", lambda: self._read_layers(record)))
 
     def patch_identity(self, chunk: Identity, antecedents: Sequence[Identity], kind: str) -> Identity:
         """Key of a patch: the chunk, the chunks before it (in order for ``exact``), the kind."""
@@ -230,12 +225,15 @@ class Library:
 
     def patch_layers(self, record: Record) -> list[LayerPatch]:
         """All layers of a patch. Not to be written into."""
-        numbers = range(len(record.meta["ranks"]))
+        return list(self._through(record, "layers", lambda: self._read_layers(record)))
 
-        def read() -> tuple[LayerPatch, ...]:
-            return tuple(self.restored([record], n, [self.store.read_layer(record, n)])[0] for n in numbers)
-
-        return list(self._through(record, "layers", read))
+    def _read_layers(self, record: Record) -> tuple[LayerKV | LayerPatch | Coefficients, ...]:
+        """Every layer of a record, read in one transaction."""
+        named = [(info.name, info.layer) for info in record.tensors if info.layer >= 0]
+        layers: dict[int, dict[str, TensorBytes]] = {}
+        for (name, layer), tensor in self.store.read(record, named).items():
+            layers.setdefault(layer, {})[name] = tensor
+        return tuple(self.restored([record], layer, [layers[layer]])[0] for layer in sorted(layers))
 
     @property
     def reader(self) -> LayerReader:

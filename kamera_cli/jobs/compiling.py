@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 from kamera_cli.errors import UsageError
-from kamera_cli.jobs import orbit, pair_forming, patches, removal
+from kamera_cli.jobs import exact, orbit, pair_forming, removal
 from kamera_cli.jobs.formed import refused_lines
+from kamera_cli.jobs.patches import PatchOptions
 from kamera_cli.operator.patch import FACTOR_DTYPES
 from kamera_cli.operator.ranks import parse_budget
 from kamera_cli.results import CompileResult
@@ -19,7 +20,7 @@ Kind = Literal["exact", "orbit", "pair", "removal"]
 
 
 def compile_patches(
-    engine: Engine, chunks: Sequence[str] | None, window: str, kind: Kind, options: patches.PatchOptions
+    engine: Engine, chunks: Sequence[str] | None, window: str, kind: Kind, options: PatchOptions
 ) -> CompileResult:
     """Form patches of one kind, and say which of them ``--reuse auto`` will not use; see ``Engine.compile_patches``."""
     check_request(chunks, kind, options)
@@ -30,13 +31,13 @@ def compile_patches(
     elif kind == "orbit":
         result = orbit.compile_orbit(engine, chunks, window, options)
     else:
-        result = patches.compile_window(engine, chunks, window, options)
+        result = exact.compile_window(engine, chunks, window, options)
     for line in refused_lines(result):
         engine.warn(line)
     return result
 
 
-def check_request(chunks: Sequence[str] | None, kind: str, options: patches.PatchOptions) -> None:
+def check_request(chunks: Sequence[str] | None, kind: str, options: PatchOptions) -> None:
     """Refuse what cannot be formed, before any model is loaded.
 
     Raises

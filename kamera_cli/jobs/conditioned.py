@@ -13,61 +13,42 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kamera_cli.jobs.branching import Branch, branches
 from kamera_cli.jobs.common import Chain, require_context, require_record
-from kamera_cli.model.compat import DynamicCache, shorten
+from kamera_cli.model.compat import DynamicCache, decoder_of, shorten
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 
 if TYPE_CHECKING:
     from kamera_cli.engine import Engine
     from kamera_cli.model.families.family import LayerKV
     from kamera_cli.model.inputs import Segment
+    from kamera_cli.model.runner import ModelRunner
     from kamera_store.keys import Identity
     from kamera_store.records import Record
 
 STEP_TOKENS = 512
 """Most tokens of a forward over several chunks that starts from a cache. Its attention needs a mask and skips none of
 what that hides, so that short steps do less of it; below this the calls themselves begin to cost."""
-COLD_FROM = 12
-"""From so many times as many new tokens as stored ones a cold prefill is faster than one that starts from the store."""
+COLD_FROM = 3.0
+"""What a square of new tokens counts against stored ones in `starts_cold`; measured on models of two shapes."""
 
 
-@dataclass(frozen=True)
-class Branch:
-    """Chunks that are prefilled in one forward, and the branches that start where they end."""
+def starts_cold(num_new: int, num_held: int, num_weights: int, per_pair: int) -> bool:
+    """Whether prefilling everything is faster than starting from the store (pure).
 
-    links: Chain
-    after: tuple[Branch, ...]
-
-
-def branches(chains: Sequence[Chain], start: int = 0) -> tuple[Branch, ...]:
-    """Chains as trees, cut only where they part (pure); in the order in which they are given.
+    The store saves the matrix products over its tokens. It costs attention, which then needs a mask and computes what
+    that hides: work that grows with the square of the new tokens.
 
     Parameters
     ----------
-    chains : sequence of Chain
-        Equal up to ``start``.
+    num_new, num_held : int
+        Tokens after those that are stored, and stored ones.
+    num_weights : int
+        Multiplications of one token with the decoder's weights.
+    per_pair : int
+        Multiplications of attention for a token and one before it.
     """
-    groups: dict[Identity, list[Chain]] = {}
-    for chain in chains:
-        if len(chain) > start:
-            groups.setdefault(chain[start], []).append(chain)
-    made = []
-    for group in groups.values():
-        end = start + 1
-        while len({chain[end] for chain in group if len(chain) > end}) == 1:
-            end += 1
-        longest = max(group, key=len)
-        made.append(Branch(longest[start:end], branches(group, end)))
-    return tuple(made)
-
-
-def count_branches(chains: Sequence[Chain]) -> int:
-    """How many forwards `each_branch` gives to some chains."""
-    waiting, number = list(branches(chains)), 0
-    while waiting:
-        number += 1
-        waiting += waiting.pop().after
-    return number
+    return num_new**2 * per_pair >= COLD_FROM * num_held * num_weights
 
 
 def conditioned(
@@ -172,7 +153,7 @@ class _Walk:
         first, *rest = [self._segment(link) for link in root.links]
         standing = [runner.preamble, first]
         held = sum(segment.num_tokens for segment in standing)
-        is_cold = sum(segment.num_tokens for segment in rest) >= COLD_FROM * held
+        is_cold = starts_cold(sum(segment.num_tokens for segment in rest), held, *_multiplications(runner))
         with self._clock() as spent:
             if is_cold:
                 cache, start = DynamicCache(), 0
@@ -241,6 +222,14 @@ class _Walk:
         if link not in self._segments:
             self._segments[link] = self._library.segment(self._record(link))
         return self._segments[link]
+
+
+def _multiplications(runner: ModelRunner) -> tuple[int, int]:
+    """Of one token with the decoder's weights, and of attention for one pair of tokens, in all layers."""
+    decoder = decoder_of(runner.model)
+    weights = sum(one.numel() for name, one in decoder.named_parameters() if "embed_tokens" not in name)
+    heads = decoder.config.num_attention_heads
+    return weights, heads * runner.family.width_per_pair * runner.family.num_layers
 
 
 def _steps(segments: Sequence[Segment]) -> Iterator[list[Segment]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,13 +76,22 @@ def keep_patches(
     }
     cost_ms = 1e3 * (time.perf_counter() - started) / (len(records) - 1)
     identities = [Identity("chunk", record.key, record.digest) for record in records]
+    patches = [
+        NewPatch(records[index], identities[:index], "exact", formed[index], measured, cost_ms)
+        for index in range(1, len(records))
+    ]
+    return _kept(engine, library, patches)
+
+
+def _kept(engine: Engine, library: Library, patches: Sequence[NewPatch]) -> tuple[str, ...]:
+    """Ids of what was written: all of it in one transaction, or as many as there is room for."""
+    with suppress(NoRoomError, ReadOnlyError):
+        return tuple(patch.id for patch in library.put_patches(patches))
     kept: list[str] = []
-    for index in range(1, len(records)):
+    for patch in patches:
         try:
-            new = NewPatch(records[index], identities[:index], "exact", formed[index], measured, cost_ms)
-            patch = library.put_patch(new)
+            kept.append(library.put_patch(patch).id)
         except (NoRoomError, ReadOnlyError) as error:
-            engine.warn(f"{len(kept)} of {len(records) - 1} patches kept: {error}")
+            engine.warn(f"{len(kept)} of {len(patches)} patches kept: {error}")
             break
-        kept.append(patch.id)
     return tuple(kept)

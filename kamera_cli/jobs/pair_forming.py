@@ -15,9 +15,10 @@ from kamera_cli.errors import UsageError
 from kamera_cli.generate import next_token_kl
 from kamera_cli.jobs.common import Chain, ordered, refuse_other_model, require_record
 from kamera_cli.jobs.conditioned import conditioned
+from kamera_cli.jobs.forming import form_chains
 from kamera_cli.jobs.measuring import Part, logits_behind
 from kamera_cli.jobs.pairs import with_calibration
-from kamera_cli.jobs.patches import PatchOptions, form_chains
+from kamera_cli.jobs.patches import PatchOptions
 from kamera_cli.library import identity_of
 from kamera_cli.operator.compose import GainFit, compose
 from kamera_cli.operator.patch import LayerPatch, check_rank, residual

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from kamera_cli.generate import next_token_kl
 from kamera_cli.jobs.common import conditioning, refuse_other_model, require_record
+from kamera_cli.jobs.forming import form_chains
 from kamera_cli.jobs.measuring import Part, probe_logits
-from kamera_cli.jobs.patches import PatchOptions, form_chains
+from kamera_cli.jobs.patches import PatchOptions
 from kamera_cli.operator.patch import check_rank
 from kamera_cli.results import CompileResult, WindowView
 from kamera_cli.window import forgetting, load_window, update_window

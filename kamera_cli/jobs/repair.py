@@ -12,7 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kamera_cli.jobs.common import conditioning, refuse_other_model
-from kamera_cli.jobs.patches import PatchOptions, cascade_of, form_chains
+from kamera_cli.jobs.forming import form_chains
+from kamera_cli.jobs.patches import PatchOptions
+from kamera_cli.jobs.recalling import cascade_of
 from kamera_cli.results import RecallResult
 from kamera_cli.window import load_window, pick, reconditioned, update_window
 

@@ -17,10 +17,10 @@ def rounded(rows: torch.Tensor, bits: int) -> torch.Tensor:
     Parameters
     ----------
     rows : torch.Tensor
-        (m, N) float; each row is scaled so that its largest value is the largest integer, 2^(bits-1) - 1.
+        (..., N) float; each row is scaled so that its largest value is the largest integer, 2^(bits-1) - 1.
     """
     numbers, scale = _integers(rows, bits)
-    return numbers * scale[:, None]
+    return numbers.mul_(scale[..., None])
 
 
 def pack(rows: torch.Tensor, bits: int) -> torch.Tensor:
@@ -69,9 +69,9 @@ def _integers(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
         raise ValueError(f"{bits} bits; integers of {', '.join(map(str, BITS))} bits are known")
     rows = rows.float()
     largest = (1 << (bits - 1)) - 1
-    scale = rows.abs().amax(1) / largest if rows.numel() else rows.new_zeros(rows.shape[0])
+    scale = rows.abs().amax(-1) / largest if rows.numel() else rows.new_zeros(rows.shape[:-1])
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return (rows / divisor[:, None]).round().clamp(-largest, largest), scale
+    return (rows / divisor[..., None]).round_().clamp_(-largest, largest), scale
 
 
 def _shifts(bits: int) -> torch.Tensor:

@@ -11,7 +11,8 @@ from tiny_models import write_noise_image, write_noise_video, write_passage
 
 from kamera_cli.engine import Engine
 from kamera_cli.errors import NotFoundError, UsageError
-from kamera_cli.jobs.conditioned import branches, conditioned, each_conditioned
+from kamera_cli.jobs.branching import branches
+from kamera_cli.jobs.conditioned import conditioned, each_conditioned, starts_cold
 from kamera_cli.library import identity_of
 from kamera_cli.settings import Settings
 from kamera_store.keys import Identity
@@ -153,3 +154,10 @@ def test_a_purged_chunk_and_a_chain_beyond_the_context_are_named_before_any_forw
         conditioned(engine, [(a, b), (a, identities("x")[0])], {b"x" * 16: 9})
     with pytest.raises(UsageError, match="tokens, the context of"):
         conditioned(engine, [(a, b), (a, b, c) * 400])
+
+
+def test_a_prefill_starts_from_the_store_while_that_saves_more_than_its_attention_costs():
+    tiny, wide = (3_500_000, 3_000), (97_000_000, 18_000)
+    assert not starts_cold(390, 145, *tiny) and starts_cold(910, 145, *tiny)
+    assert not starts_cold(1300, 145, *wide) and starts_cold(2000, 145, *wide)
+    assert not starts_cold(910, 600, *tiny), "a long first chunk is worth starting from"

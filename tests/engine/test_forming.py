@@ -10,7 +10,8 @@ from tiny_backbones import BACKBONES, save_backbone
 
 from kamera_cli.engine import Engine
 from kamera_cli.generate import next_token_kl
-from kamera_cli.jobs.patches import PatchOptions, form_chains
+from kamera_cli.jobs.forming import form_chains
+from kamera_cli.jobs.patches import PatchOptions
 from kamera_cli.model import scoring
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.settings import Settings
