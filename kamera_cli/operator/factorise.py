@@ -16,6 +16,9 @@ MAX_AUTO_RANK = 64
 AUTO_BITS = 8
 """Width of integer factors when no dtype is asked for."""
 
+RIDGE = 1e-10
+"""Share of ‖Δ‖² that is added to the diagonal of a Gram matrix while its eigenvectors are sought."""
+
 FACTOR_DTYPES: dict[str, torch.dtype | int | None] = {
     "auto": None,
     "fp32": torch.float32,
@@ -116,8 +119,20 @@ def directions(delta: torch.Tensor, most: int | None = None) -> Directions:
     if total == 0.0:
         return Directions(delta.new_zeros(0), delta.new_zeros(min(delta.shape), 0), 0.0)
     gram = delta.T @ delta if delta.shape[0] >= delta.shape[1] else delta @ delta.T
-    squares, vectors = torch.linalg.eigh(gram)
+    squares, vectors = eigh(gram)
     return Directions(squares.flip(0)[:most].clamp_min(0), vectors.flip(1)[:, :most].clone(), total)
+
+
+def eigh(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues, ascending, and eigenvectors of Gram matrices (..., n, n).
+
+    LAPACK gives up on some that fall off by more than float32 resolves. What is added to their diagonal keeps it going;
+    it is a thousandth of that resolution, and taken off the eigenvalues again.
+    """
+    ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    squares, vectors = torch.linalg.eigh(gram + ridge[..., None] * one)
+    return squares - ridge, vectors
 
 
 def truncated(

@@ -22,6 +22,7 @@ from kamera_cli.operator.factorise import (
     Factors,
     Precision,
     directions,
+    eigh,
     is_rounding,
     residual,
 )
@@ -138,7 +139,7 @@ def _block(
     for _ in range(NUM_TURNS):
         basis = torch.linalg.qr(gram @ basis).Q
     image = gram @ basis
-    squares, turn = torch.linalg.eigh(basis.mT @ image)
+    squares, turn = eigh(basis.mT @ image)
     squares, turn = squares.flip(1)[:, :count], turn.flip(2)[:, :, :count]
     vectors = basis @ turn
     off = (image @ turn - vectors * squares[:, None]).norm(dim=1)

@@ -136,3 +136,19 @@ def test_a_difference_that_is_rounding_is_none():
     nearly = (base.float() * (1 + 1e-3)).bfloat16()
     (stack,) = stacks([(nearly, base), (base + 1, base)])
     assert stack.totals[0] == 0.0 and stack.totals[1] > 1.0 and not stack.deltas[0].any()
+
+
+@pytest.mark.parametrize("shape", [(130, 128), (90, 256)])
+@pytest.mark.parametrize("base", [0.3, 0.5, 0.7])
+def test_a_difference_whose_columns_fade_beyond_single_precision_is_factored(shape, base):
+    """LAPACK fails to converge on every eighth of such Gram matrices."""
+    for seed in range(16):
+        generator = torch.Generator().manual_seed(seed)
+        faded = torch.randn(shape, generator=generator) * base ** torch.arange(shape[1])
+        after, alone = (
+            LayerKV(faded[:, None], faded[:, None]),
+            LayerKV(*[torch.zeros_like(faded)[:, None]] * 2),
+        )
+        for rank in ("auto", 100 if shape[0] > 100 else 80):
+            (made,) = form([after], [alone], rank=rank, energy=0.999, dtype=torch.float32)
+            assert made.plain_energy >= 0.999 - 1e-5
