@@ -115,7 +115,7 @@ def test_deleting_is_asked_for_on_a_terminal(
     assert cli("--device", "cpu", "ingest", *notes[:3]).code == 0
     assert cli("evict", "--oldest", "3").code == 0
     ended, _, shown = in_terminal([*KAMERA, "evict", "--to", "0"], typed)
-    assert "delete 3 units" in shown
+    assert "delete 3 sources" in shown
     assert ended == code
     assert program("stats", "--json").json["kinds"].get("chunk", {"count": 0})["count"] == chunks
 
@@ -131,7 +131,7 @@ def test_nothing_is_drawn_without_a_terminal() -> None:
 
 def test_ctrl_c_ends_with_130_and_one_line() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_INGEST.format(steps=400)],
+        [sys.executable, "-c", SLOW_INGEST.format(steps=4000)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
