@@ -23,7 +23,7 @@ from kamera_cli.operator.orbit import Coefficients
 from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.ranks import weighted_energy
 from kamera_cli.results import WindowEntry
-from kamera_store.errors import DamagedError, DamagedRecordWarning
+from kamera_store.errors import DamagedError, DamagedRecordWarning, MissingRecordError
 from kamera_store.keys import Identity, chunk_identity, patch_identity
 from kamera_store.kvstore import KVStore
 from kamera_store.records import Record, TensorBytes, TensorInfo
@@ -191,6 +191,28 @@ class Library:
     def put_patch(self, patch: NewPatch) -> Record:
         """Write one patch; see `put_patches`."""
         return self.put_patches([patch])[0]
+
+    def restate(self, record: Record, meta: Mapping[str, object]) -> None:
+        """Change what a stored patch says of itself; its factors stay as they are, byte for byte.
+
+        Raises
+        ------
+        MissingRecordError
+            It was removed meanwhile, or formed anew.
+        """
+        standing = self.store.get(record.key)
+        if standing is None or self.version(standing) != self.version(record):
+            raise MissingRecordError(record.key)
+        self.store.put(
+            Identity("patch", record.key, record.digest),
+            tenant=record.tenant,
+            unit=record.unit,
+            meta=record.meta | meta,
+            tensors=self.store.read(record).values(),
+            cost_ms=record.cost_ms,
+            created_s=record.created_s,
+            replace=True,
+        )
 
     def _item(self, new: NewPatch) -> dict:
         """What the store is given of a patch."""

@@ -28,10 +28,8 @@ from kamera_store.keys import Identity
 
 if TYPE_CHECKING:
     from kamera_cli.engine import Engine
-    from kamera_cli.library import Library
     from kamera_cli.model.families.family import LayerKV
     from kamera_cli.model.inputs import Segment
-    from kamera_store.records import Record
 
 PAIR_LIMIT = 8
 """Most chunks whose pairs are compiled at once: n chunks have n (n − 1) pairs, 56 for eight."""
@@ -151,8 +149,8 @@ def _calibrate(
         {pair: library.patch_layers(record) for pair, record in stored.items()},
     )
     bounds = _measure(engine, held, sampled_orders(links), numbers, engine.runner.question_ids(question))
-    for pair, record in stored.items():
-        _write(library, pair, record, links, bounds)
+    for record in stored.values():
+        library.restate(record, with_calibration(record.meta, [link.id for link in links], bounds))
     return bounds
 
 
@@ -208,20 +206,3 @@ def _kls(exact: Sequence[torch.Tensor], arm: Sequence[torch.Tensor]) -> torch.Te
         [next_token_kl(*rows) for rows in zip(true, made, strict=True)]
         for true, made in zip(exact, arm, strict=True)
     ])  # fmt: skip
-
-
-def _write(
-    library: Library, pair: Pair, record: Record, links: Chain, bounds: Sequence[ComposedBound]
-) -> None:
-    """Add a calibration to a stored pair; its factors stay as they are, byte for byte."""
-    antecedent, chunk = pair
-    library.store.put(
-        library.patch_identity(chunk, (antecedent,), "exact"),
-        tenant=record.tenant,
-        unit=record.unit,
-        meta=with_calibration(record.meta, [link.id for link in links], bounds),
-        tensors=library.store.read(record).values(),
-        cost_ms=record.cost_ms,
-        created_s=record.created_s,
-        replace=True,
-    )

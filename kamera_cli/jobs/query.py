@@ -16,6 +16,7 @@ from kamera_cli.jobs.arranging import Found, arrange, check_request, full_rank
 from kamera_cli.jobs.common import ordered, refuse_other_model, require_context
 from kamera_cli.jobs.compare import compare
 from kamera_cli.jobs.firstuse import keep_patches
+from kamera_cli.jobs.observed import keep_worst
 from kamera_cli.jobs.reading import Reading, read_and_assemble
 from kamera_cli.library import Library
 from kamera_cli.model.compat import DynamicCache
@@ -114,6 +115,12 @@ def query(
         ]
     )
     total_ms = 1e3 * (time.perf_counter() - started)
+    compared = None
+    if options.compare:
+        records = found_records(found)
+        compared = compare(engine, records, question_ids, ready.logits, answer, options.max_new_tokens)
+        if options.rank is None:
+            keep_worst(engine, library, found, chosen, compared.kl)
     receipts = _receipts(found, chosen, ready.reading, runner.preamble.positions.span, options.rank)
     num_chunk_tokens = sum(receipt.num_tokens for receipt in receipts)
     reused = 0 if chosen.fallback is not None else num_chunk_tokens
@@ -138,11 +145,7 @@ def query(
         patches_kept=kept,
         placed=arranged.placed,
         warnings=_warnings(receipts, is_routed=runner.routes_tokens and not options.compare),
-        compare=compare(
-            engine, found_records(found), question_ids, ready.logits, answer, options.max_new_tokens
-        )
-        if options.compare
-        else None,
+        compare=compared,
     )
 
 

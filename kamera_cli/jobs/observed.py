@@ -1,0 +1,61 @@
+"""What a comparison measured is kept: a patch states the largest KL that was ever found with it.
+
+A KL is measured when a patch is formed, on one question. ``--compare`` measures it on another one, and where that gives
+more, the patches of that answer state the larger figure from then on, so that no later plan goes by the smaller one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kamera_cli.jobs.arranging import Found
+from kamera_cli.library import Library, identity_of
+from kamera_cli.operator.plan import AUTO_MAX_KL, Plan
+from kamera_cli.text import format_number
+from kamera_store.errors import DamagedError, MissingRecordError, NoRoomError, ReadOnlyError
+
+if TYPE_CHECKING:
+    from kamera_cli.engine import Engine
+
+PROBE = "a compared question"
+
+
+def keep_worst(engine: Engine, library: Library, found: Sequence[Found], chosen: Plan, kl: float) -> None:
+    """Raise the stated KL of the exact and orbit patches that an answer used to what was measured on its question.
+
+    Nothing is done where the comparison says nothing of the patches: chunks that keep what they took in elsewhere are
+    meant to differ from a prefill of this order, and of composed or blind chunks no one patch is to blame. The answer
+    stands already, so a store that cannot be written costs a warning.
+
+    Parameters
+    ----------
+    kl : float
+        Next-token KL in nats to a prefill of the same chunks in the same order.
+    """
+    if not _in_order(found) or any(
+        action.used in ("blind", "composed", "prefilled") for action in chosen.actions
+    ):
+        return
+    stated = [
+        chunk.chosen(action)[-1]
+        for chunk, action in zip(found, chosen.actions, strict=True)
+        if action.used in ("exact", "orbit") and (action.offer.kl is None or action.offer.kl < kl)
+    ]
+    try:
+        for record in stated:
+            library.restate(record, {"kl": kl, "probe": PROBE})
+    except (DamagedError, MissingRecordError, NoRoomError, ReadOnlyError) as error:
+        engine.warn(f"what the comparison measured was not kept: {error}")
+        return
+    if stated and kl > AUTO_MAX_KL:
+        engine.warn(
+            f"on this question the KL is {format_number(kl)}, above {AUTO_MAX_KL:g}: its patches state that from now "
+            "on, and --reuse auto forms finer ones"
+        )
+
+
+def _in_order(found: Sequence[Found]) -> bool:
+    """Whether every chunk is conditioned on exactly what stands before it."""
+    links = [identity_of(chunk.wanted.entry) for chunk in found]
+    return all(chunk.wanted.antecedents == tuple(links[:at]) for at, chunk in enumerate(found))
