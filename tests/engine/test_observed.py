@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from engine_setups import QUESTION, ingest
 
-OTHERS = [f"which letter goes with the number {number}?" for number in ("one", "two", "six", "ten", "zero")]
-OTHERS += ["who?", "tell me which shape is paired with letter k.", "number seven: what letter goes with it?"]
+OTHERS = ["number seven: what letter goes with it?", "tell me which shape is paired with letter k.", "who?"]
 ORDER = ["2", "3", "1"]
 
 
@@ -22,14 +21,15 @@ def compiled(open_engine, tmp_path, **options):
 
 def test_a_worse_question_raises_what_the_patches_state_and_a_better_one_does_not(open_engine, tmp_path):
     engine = compiled(open_engine, tmp_path, energy=0.96)
-    formed = stated(engine)
+    for chunk in engine.explain(chunks=ORDER).chunks[1:]:
+        engine.library.restate(engine.store.get(bytes.fromhex(chunk.patches[-1])), {"kl": 0.0})
     worst = 0.0
     for question in [QUESTION, *OTHERS]:
         compared = engine.query(question, chunks=ORDER, reuse="patched", compare=True, max_new_tokens=1)
         worst = max(worst, compared.compare.kl)
-        assert stated(engine) == [None, *(max(kl, worst) for kl in formed[1:])]
-    assert worst > min(formed[1:])
-    assert engine.store.verify().damaged == []
+        assert stated(engine) == [None, worst, worst]
+    assert worst > 0.0
+    assert not engine.store.verify().damaged
 
 
 def test_finer_patches_take_the_place_of_those_that_a_question_was_too_hard_for(open_engine, tmp_path):
