@@ -8,6 +8,7 @@ ones, and the paper's single mean patch per chunk; ``--rivals none`` leaves them
 from __future__ import annotations
 
 import itertools
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 SIZES = (3, 4)
 """Chunks of the sets; all 3! and 4! orders are asked."""
 EPISODES = 20
+"""Episodes of the smallest sets. Larger ones have more orders and as many fewer episodes, so that each size gives about
+as many answers."""
 RE_PREFILL, BLIND = "re-prefill", "blind"
 
 
@@ -60,7 +63,7 @@ def measure(
     SuiteResult
         One table per size of the set.
     """
-    count = options.episodes or EPISODES
+    num_episodes = options.episodes or EPISODES
     ways = Ways(max(options.ranks, default="auto"), with_rivals=options.rivals != ("none",))
     learner = Learner() if ways.rank == "auto" else None
     tables, data = [], {}
@@ -68,6 +71,7 @@ def measure(
         own = replace(settings, store=Path(folder) / "store", quota_bytes=None, rehash=False)
         with Engine(own, on_progress=on_progress) as engine:
             for size in SIZES:
+                count = max(1, num_episodes * math.factorial(SIZES[0]) // math.factorial(size))
                 arms: dict[str, _Arm] = {}
                 kv_bytes = 0
                 started = time.perf_counter()
@@ -76,13 +80,12 @@ def measure(
                     on_progress(Progress(f"orders of {size}", done, count, "episodes"))
                     kv_bytes += _episode(encoded, ways, learner, arms)
                 seconds = (time.perf_counter() - started) / count
-                found = _data(arms, kv_bytes) | {"seconds_per_episode": seconds}
+                found = _data(arms, kv_bytes) | {"episodes": count, "seconds_per_episode": seconds}
                 tables.append(_table(size, count, ways, found))
                 data[f"of_{size}"] = found
             described = {
                 "model": engine.checkpoint.label,
                 "device": str(engine.runner.device),
-                "episodes": count,
                 "rank": ways.rank,
                 "energy": ways.energy if ways.rank == "auto" else None,
                 "windows_learned_on": learner.num_windows if learner else 0,
