@@ -11,18 +11,25 @@ import torch
 
 from kamera_cli.generate import next_token_kl
 from kamera_cli.jobs.measuring import Part, probe_logits
+from kamera_cli.jobs.observed import raise_stated
 from kamera_cli.jobs.patches import PatchOptions
 from kamera_cli.jobs.sensitivity import layer_worth
 from kamera_cli.library import Library, NewPatch
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.operator.patch import form
+from kamera_cli.operator.plan import Offer, refusal
+from kamera_cli.operator.ranks import proven_energy
 from kamera_store.errors import DamagedError, NoRoomError, ReadOnlyError
 from kamera_store.keys import Identity
 from kamera_store.records import Record
 
 if TYPE_CHECKING:
     from kamera_cli.engine import Engine
+
+
+FINEST_ENERGY = 0.999999
+"""Beyond it integer factors have nothing more to give."""
 
 
 def keep_patches(
@@ -33,10 +40,13 @@ def keep_patches(
     segments: Sequence[Segment],
     question_ids: torch.Tensor,
     reference: torch.Tensor,
+    max_kl: float,
 ) -> tuple[str, ...]:
     """Factor Δ of every chunk after the first, measure the arrangement on the question just asked, and store.
 
-    The answer stands already, so nothing here may fail it: a store without room, or a damaged chunk, costs a warning.
+    An exact patch that ``auto`` would use stays as it is. One whose KL was too large is formed anew, with a tenth of
+    what it left out. The answer stands already, so nothing here may fail it: a store without room, or a damaged
+    chunk, costs a warning.
 
     Parameters
     ----------
@@ -44,43 +54,73 @@ def keep_patches(
         Position-free KV of each chunk out of the prefill.
     reference : torch.Tensor
         (vocab,) logits that the prefill gave after the question.
+    max_kl : float
+        Largest measured KL, in nats, of a patch that is used.
 
     Returns
     -------
     tuple of str
-        Ids of the patches that were kept.
+        Ids of the patches that were formed and kept.
     """
     if len(records) < 2:
         return ()
-    options = PatchOptions()
     runner = engine.runner
     started = time.perf_counter()
+    links = [Identity("chunk", record.key, record.digest) for record in records]
     try:
         worth = layer_worth(engine, None, {})
         canonical = [library.layers(record) for record in records]
+        choices = [_choose(library, links[: end + 1], max_kl) for end in range(1, len(links))]
     except DamagedError as error:
         engine.warn(f"no patches kept: {error}")
         return ()
-    formed = [None] + [
-        form(after, alone, rank=options.rank, energy=options.energy, worth=worth)
-        for after, alone in zip(captured[1:], canonical[1:], strict=True)
+    patches = [
+        form(after, alone, rank=choice.rank, energy=choice.energy, worth=worth)
+        if isinstance(choice, PatchOptions)
+        else library.patch_layers(choice)
+        for after, alone, choice in zip(captured[1:], canonical[1:], choices, strict=True)
     ]
     preamble = Part(runner.preamble, runner.preamble_layers)
-    patched = [preamble, *(Part(*part) for part in zip(segments, canonical, formed, strict=True))]
+    patched = [preamble, *(Part(*part) for part in zip(segments, canonical, [None, *patches], strict=True))]
     blind = [preamble, *(Part(*part) for part in zip(segments, canonical, strict=True))]
     measured = {
         "kl": next_token_kl(reference, probe_logits(runner, patched, question_ids)),
         "kl_blind": next_token_kl(reference, probe_logits(runner, blind, question_ids)),
         "probe": "the first question",
-        "request": options.request,
     }
-    cost_ms = 1e3 * (time.perf_counter() - started) / (len(records) - 1)
-    identities = [Identity("chunk", record.key, record.digest) for record in records]
-    patches = [
-        NewPatch(records[index], identities[:index], "exact", formed[index], measured, cost_ms)
-        for index in range(1, len(records))
+    wanted = [end for end, choice in enumerate(choices) if isinstance(choice, PatchOptions)]
+    cost_ms = 1e3 * (time.perf_counter() - started) / max(1, len(wanted))
+    new = [
+        NewPatch(
+            records[at + 1],
+            links[: at + 1],
+            "exact",
+            patches[at],
+            measured | {"request": choices[at].request},
+            cost_ms,
+        )
+        for at in wanted
     ]
-    return _kept(engine, library, patches)
+    raise_stated(
+        engine, library, [one for one in choices if not isinstance(one, PatchOptions)], measured["kl"]
+    )
+    return _kept(engine, library, new)
+
+
+def _choose(library: Library, chain: Sequence[Identity], max_kl: float) -> Record | PatchOptions:
+    """The stored exact patch of the last chunk of a chain where it is good enough, or how to form one."""
+    record = library.find_patch(chain[-1], chain[:-1], "exact")
+    if record is None:
+        return PatchOptions()
+    offer = Offer((record.key,), "exact", record.meta["kl"], proven_energy(record.meta))
+    why_not = refusal(offer, "auto", max_kl)
+    if why_not is None:
+        return record
+    request = record.meta["request"]
+    if why_not != "max_kl" or request["rank"] != "auto":
+        return PatchOptions()
+    finer = round(1.0 - (1.0 - request["energy"]) / 10.0, 9)
+    return PatchOptions(energy=min(max(PatchOptions().energy, finer), FINEST_ENERGY))
 
 
 def _kept(engine: Engine, library: Library, patches: Sequence[NewPatch]) -> tuple[str, ...]:

@@ -14,11 +14,12 @@ from kamera_cli.library import Library, identity_of
 from kamera_cli.operator.plan import AUTO_MAX_KL, Plan
 from kamera_cli.text import format_number
 from kamera_store.errors import DamagedError, MissingRecordError, NoRoomError, ReadOnlyError
+from kamera_store.records import Record
 
 if TYPE_CHECKING:
     from kamera_cli.engine import Engine
 
-PROBE = "a compared question"
+PROBE = "a later question"
 
 
 def keep_worst(engine: Engine, library: Library, found: Sequence[Found], chosen: Plan, kl: float) -> None:
@@ -37,22 +38,28 @@ def keep_worst(engine: Engine, library: Library, found: Sequence[Found], chosen:
         action.used in ("blind", "composed", "prefilled") for action in chosen.actions
     ):
         return
-    stated = [
+    used = [
         chunk.chosen(action)[-1]
         for chunk, action in zip(found, chosen.actions, strict=True)
-        if action.used in ("exact", "orbit") and (action.offer.kl is None or action.offer.kl < kl)
+        if action.used in ("exact", "orbit")
     ]
-    try:
-        for record in stated:
-            library.restate(record, {"kl": kl, "probe": PROBE})
-    except (DamagedError, MissingRecordError, NoRoomError, ReadOnlyError) as error:
-        engine.warn(f"what the comparison measured was not kept: {error}")
-        return
-    if stated and kl > AUTO_MAX_KL:
+    if raise_stated(engine, library, used, kl) and kl > AUTO_MAX_KL:
         engine.warn(
             f"on this question the KL is {format_number(kl)}, above {AUTO_MAX_KL:g}: its patches state that from now "
             "on, and --reuse auto forms finer ones"
         )
+
+
+def raise_stated(engine: Engine, library: Library, patches: Sequence[Record], kl: float) -> bool:
+    """Let stored patches that state a smaller KL, or none, state this one; whether any did."""
+    raised = [record for record in patches if record.meta["kl"] is None or record.meta["kl"] < kl]
+    try:
+        for record in raised:
+            library.restate(record, {"kl": kl, "probe": PROBE})
+    except (DamagedError, MissingRecordError, NoRoomError, ReadOnlyError) as error:
+        engine.warn(f"the KL that was measured on this question was not kept: {error}")
+        return False
+    return bool(raised)
 
 
 def _in_order(found: Sequence[Found]) -> bool:

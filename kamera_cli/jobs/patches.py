@@ -20,7 +20,8 @@ from kamera_store.records import Record
 class PatchOptions:
     """Options of ``Engine.compile_patches``, see there.
 
-    With ``any_usable`` a stored patch that ``--reuse auto`` takes is enough, however it was asked for.
+    With ``any_usable`` a stored patch that ``--reuse auto`` takes is enough, however it was asked for; so is a finer
+    one.
     """
 
     rank: int | Literal["auto"] = "auto"
@@ -87,6 +88,8 @@ def serves(record: Record, options: PatchOptions) -> bool:
         return True
     kept, wanted = record.meta["request"], options.request
     if kept == wanted:
+        return True
+    if options.any_usable and kept["rank"] == wanted["rank"] == "auto" and kept["energy"] >= wanted["energy"]:
         return True
     fixed = isinstance(kept["rank"], int) and isinstance(wanted["rank"], int)
     return fixed and kept["rank"] >= wanted["rank"] and kept["factor_dtype"] == wanted["factor_dtype"]

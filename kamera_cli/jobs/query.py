@@ -22,7 +22,7 @@ from kamera_cli.library import Library
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
-from kamera_cli.operator.plan import Action, Plan, Reuse
+from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan, Reuse
 from kamera_cli.results import ChunkReceipt, QueryResult, Stages
 from kamera_cli.text import advice, chunks_words, compile_command, misses_words
 from kamera_cli.window import load_window, reconditioned, update_window
@@ -103,8 +103,9 @@ def query(
     if chosen.fallback is not None and options.reuse == "auto":
         records = [chunk.record for chunk in found]
         kept = keep_patches(
-            engine, library, records, ready.captured, ready.segments, question_ids, ready.logits
-        )
+            engine, library, records, ready.captured, ready.segments, question_ids, ready.logits,
+            AUTO_MAX_KL if options.max_kl is None else options.max_kl,
+        )  # fmt: skip
         if chunks is None and not options.place:
             update_window(engine.store, engine.settings.tenant, window, reconditioned)
     engine.store.touch(
