@@ -116,6 +116,7 @@ class FormedPatch:
     chunk_kv_bytes: int
     form_ms: float
     energy_weighted: float | None = None
+    energy_in_orders: float | None = None
     split: tuple[tuple[int, int], ...] = ()
     antecedent_numbers: tuple[int, ...] = ()
     why_not: WhyNot | None = None
@@ -124,7 +125,8 @@ class FormedPatch:
     @property
     def trusted_energy(self) -> float:
         """The energy by which a plan trusts the patch (`kamera_cli.operator.ranks.proven_energy`)."""
-        return self.energy if self.energy_weighted is None else self.energy_weighted
+        captured = self.energy if self.energy_weighted is None else self.energy_weighted
+        return captured if self.energy_in_orders is None else min(captured, self.energy_in_orders)
 
 
 @dataclass(frozen=True)

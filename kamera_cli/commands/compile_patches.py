@@ -136,6 +136,7 @@ def payload(result: CompileResult) -> dict[str, object]:
                 "split": patch.split,
                 "energy": patch.energy,
                 "energy_weighted": patch.energy_weighted,
+                "energy_in_orders": patch.energy_in_orders,
                 "kl": patch.kl,
                 "kl_blind": patch.kl_blind,
                 "patch_bytes": patch.patch_bytes,

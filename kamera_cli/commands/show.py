@@ -124,6 +124,7 @@ def split(patch: Record) -> dict[str, object]:
         "ranks": meta.get("split") or [[rank, rank] for rank in meta["ranks"]],
         "energy": meta["energy"],
         "energy_weighted": meta.get("energy_weighted"),
+        "energy_in_orders": meta.get("energy_in_orders"),
         "kl": meta.get("kl"),
         "bits": (meta.get("factors") or {}).get("bits"),
         "raw_bytes": patch.raw_bytes,

@@ -46,6 +46,7 @@ def describe(
         chunk_kv_bytes=kv_bytes(chunk),
         form_ms=form_ms,
         energy_weighted=record.meta.get("energy_weighted"),
+        energy_in_orders=record.meta.get("energy_in_orders"),
         split=tuple(map(tuple, record.meta.get("split", ()))),
         antecedent_numbers=tuple(numbers.get(bytes.fromhex(id), 0) for id in record.meta["antecedents"]),
         why_not=why_not_auto(record),

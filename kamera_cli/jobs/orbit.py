@@ -18,6 +18,7 @@ from kamera_cli.library import NewPatch, identity_of
 from kamera_cli.operator.orbit import (
     antecedent_sets,
     check_orbit,
+    energy_in_order,
     form_orbit,
     formed_orders,
     mean_kv,
@@ -150,7 +151,7 @@ def _form(
     for chunk, record in records.items():
         of_chunk = [member for member in members if member[0] == chunk]
         measuring = time.perf_counter()
-        measured = [orbit.worst_kl(chunk, of, options.probe) for _, of in of_chunk]
+        measured = [orbit.measured(chunk, of, options) for _, of in of_chunk]
         costs.measure_ms += 1e3 * (time.perf_counter() - measuring)
         cost_ms = spent[chunk] + costs.prefill_ms / len(members)
         stored = _written(
@@ -165,7 +166,7 @@ def _written(
     library: Library,
     chunk: Record,
     patches: Sequence[tuple[Chain, list[LayerPatch]]],
-    measured: Sequence[tuple[float, float]],
+    measured: Sequence[dict[str, float]],
     options: PatchOptions,
     cost_ms: float,
 ) -> list[Record]:
@@ -181,13 +182,11 @@ def _written(
     return library.put_patches([
         NewPatch(
             chunk, of, "orbit", patch,
-            meta={
-                "kl": kl, "kl_blind": kl_blind, "probe": options.probe, "request": options.request, "version": version
-            },
+            meta=found | {"probe": options.probe, "request": options.request, "version": version},
             cost_ms=cost_ms,
             basis=None if of is first else basis,
         )
-        for (of, patch), (kl, kl_blind) in zip(patches, measured, strict=True)
+        for (of, patch), found in zip(patches, measured, strict=True)
     ])  # fmt: skip
 
 
@@ -201,9 +200,16 @@ class _Orbit:
     after: Mapping[Chain, list[LayerKV]]
     patches: Mapping[Member, list[LayerPatch]]
 
-    def worst_kl(self, chunk: Identity, of: Chain, question: str) -> tuple[float, float]:
-        """Largest next-token KL over the measured orders of a set, with orbit patches and, in that order, without."""
-        return max(self._kl((*order, chunk), question) for order in measured_orders(of))
+    def measured(self, chunk: Identity, of: Chain, options: PatchOptions) -> dict[str, float]:
+        """The worst over the measured orders of a set: next-token KL with orbit patches and, in that order, without,
+        and how much of that order's own Δ the patch of the set holds."""
+        chains = [(*order, chunk) for order in measured_orders(of)]
+        kl, kl_blind = max(self._kl(chain, options.probe) for chain in chains)
+        held = (
+            energy_in_order(self.patches[chunk, of], self.after[chain], self.canonical[chunk], options.worth)
+            for chain in chains
+        )
+        return {"kl": kl, "kl_blind": kl_blind, "energy_in_orders": min(held)}
 
     def _kl(self, order: Chain, question: str) -> tuple[float, float]:
         """After the last chunk of an order, to its prefill: KL with orbit patches throughout, and with none."""

@@ -163,6 +163,36 @@ def form_orbit(
     return [_patch(tensors, one, of_set, shares) for one, of_set in enumerate(ranks)]
 
 
+def energy_in_order(
+    patch: Sequence[LayerPatch], after: Sequence[LayerKV], canonical: Sequence[LayerKV], worth: Worth | None
+) -> float:
+    """How much of the Δ of one order the patch of its set holds: what another order adds counts as missing.
+
+    Parameters
+    ----------
+    after : sequence of LayerKV
+        Position-free KV of the chunk's T tokens per layer, in that order.
+    worth : Worth or None
+        With it all tensors together, in units of a typical patch, as `kamera_cli.operator.ranks.weighted_energy`;
+        without it the smallest share of a tensor.
+
+    Returns
+    -------
+    float
+        0 to 1.
+    """
+    shares = None if worth is None else worth.shares(canonical[0].rotary.shape[0])
+    factors = [each for layer in patch for each in (layer.rotary, layer.plain)]
+    lost, least = 0.0, 1.0
+    for index, ((new,), alone) in enumerate(_tensors([list(after)], list(canonical))):
+        delta = _absorbed(new, alone)
+        missing = float((delta - factors[index].u.T.float() @ factors[index].v.float()).square().sum())
+        total = float(delta.square().sum())
+        lost += missing * (shares[index] if shares else 0.0)
+        least = min(least, 1.0 - missing / total if total else 1.0)
+    return max(0.0, least if shares is None else 1.0 - lost)
+
+
 def _tensors(
     conditioned: Sequence[list[LayerKV]], canonical: list[LayerKV]
 ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:

@@ -201,7 +201,7 @@ def _entry(index: int, spectrum: Spectrum, rank: int) -> tuple[float, int]:
 
 def proven_energy(meta: Mapping) -> float:
     """The energy by which a stored patch may be trusted: `weighted_energy` where the sensitivity was measured before it
-    was formed, and otherwise the smallest of its layers.
+    was formed, and otherwise the smallest of its layers; of an orbit patch no more than it holds in any measured order.
 
     Parameters
     ----------
@@ -209,7 +209,8 @@ def proven_energy(meta: Mapping) -> float:
         Of a patch's record.
     """
     weighted = meta.get("energy_weighted")
-    return min(meta["energy"], default=1.0) if weighted is None else weighted
+    captured = min(meta["energy"], default=1.0) if weighted is None else weighted
+    return min(captured, meta.get("energy_in_orders", 1.0))
 
 
 def weighted_energy(parts: Sequence[tuple[float | None, float]]) -> float | None:
