@@ -18,6 +18,8 @@ _DEMUXERS = (
 )
 _WITHOUT_TIMES = frozenset(("h264", "hevc", "vvc", "mpegvideo", "m4v", "mjpeg", "obu", "vc1"))
 _NO_PICTURES = Disposition.attached_pic | Disposition.timed_thumbnails | Disposition.still_image
+_STRICT = {"err_detect": "crccheck+explode"}
+"""Without this a decoder paints over damage and says nothing."""
 
 
 class _Bytes:
@@ -103,10 +105,18 @@ def choose_stream(
     stream = min(
         readable, key=lambda s: (not s.disposition & Disposition.default, -s.width * s.height, s.index)
     )
-    # Without this a decoder paints over damage and says nothing.
-    stream.codec_context.options = {"err_detect": "crccheck+explode"}
+    stream.codec_context.options = _STRICT
     stream.thread_type = "AUTO" if has_presentation_times(container) else "SLICE"
     return stream, _stream_notes(container, stream, len(streams))
+
+
+def again(stream: av.VideoStream) -> av.CodecContext:
+    """A second decoder for the packets of a stream, without frame threads."""
+    context = av.CodecContext.create(stream.codec_context.codec, "r")
+    context.extradata = stream.codec_context.extradata
+    context.options = _STRICT
+    context.thread_type = "SLICE"
+    return context
 
 
 def has_presentation_times(container: av.container.InputContainer) -> bool:

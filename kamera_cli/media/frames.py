@@ -7,13 +7,15 @@ from fractions import Fraction
 
 import av
 
-from .container import decoded, has_presentation_times, reason_of
+from .container import again, decoded, has_presentation_times, reason_of
 from .errors import MediaError
 
 #: A frame is shown for at most this long; a longer gap between two time stamps is an error of the file.
 MAX_GAP_S = 3600
 
 _MAX_STEP_BACK_S = Fraction(1, 2)
+
+_MOST_THREADS = 64
 
 
 def frame_interval(stream: av.VideoStream) -> Fraction:
@@ -31,6 +33,7 @@ def timed_frames(
     predecessor is left out.
     """
     origin, last_s, interval = None, Fraction(0), frame_interval(stream)
+    ending = _Ending(stream)
     by_presentation = has_presentation_times(container)
     try:
         for packet in container.demux(stream):
@@ -40,6 +43,7 @@ def timed_frames(
                 if origin is None:
                     continue
                 raise
+            ending.add(packet, len(frames))
             for frame in frames:
                 ticks = frame.pts if by_presentation else frame.dts
                 own_s = last_s + (origin or 0) + interval
@@ -60,5 +64,39 @@ def timed_frames(
                 if time_s > last_s:
                     last_s = time_s
                     yield frame, time_s
+        ending.require_whole()
     except av.FFmpegError as error:
         yield MediaError(path, f"damaged after {float(last_s):.2f} s ({reason_of(error)})")
+
+
+class _Ending:
+    """The last packets of a stream. Frame threads, of which there are as many as processors, keep a damage in those
+    that are still in work when the stream ends to themselves: fewer frames come out, and no error."""
+
+    def __init__(self, stream: av.VideoStream) -> None:
+        self._stream = stream
+        self._packets: list[av.Packet] = []
+        self._num_missing = 0
+
+    def add(self, packet: av.Packet, num_frames: int) -> None:
+        """Take note of a packet and of how many frames came out after it."""
+        if packet.size:
+            if packet.is_keyframe and len(self._packets) >= _MOST_THREADS:
+                self._packets.clear()
+            self._packets.append(packet)
+        self._num_missing += bool(packet.size) - num_frames
+
+    def require_whole(self) -> None:
+        """Decode the last packets again, without frame threads, if fewer frames than packets came out.
+
+        Raises
+        ------
+        av.FFmpegError
+            One of them is damaged.
+        """
+        if self._num_missing <= 0 or not self._packets:
+            return
+        plain = again(self._stream)
+        for packet in self._packets:
+            plain.decode(packet)
+        plain.decode(None)
