@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +18,10 @@ from kamera_cli.jobs.sensitivity import layer_worth
 from kamera_cli.library import Library, NewPatch
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
-from kamera_cli.operator.patch import form
+from kamera_cli.operator.patch import LayerPatch, form
 from kamera_cli.operator.plan import Offer, refusal
 from kamera_cli.operator.ranks import proven_energy
-from kamera_store.errors import DamagedError, NoRoomError, ReadOnlyError
+from kamera_store.errors import DamagedError, MissingRecordError, NoRoomError, ReadOnlyError
 from kamera_store.keys import Identity
 from kamera_store.records import Record
 
@@ -44,9 +45,9 @@ def keep_patches(
 ) -> tuple[str, ...]:
     """Factor Δ of every chunk after the first, measure the arrangement on the question just asked, and store.
 
-    An exact patch that ``auto`` would use stays as it is. One whose KL was too large is formed anew, with a tenth of
-    what it left out. The answer stands already, so nothing here may fail it: a store without room, or a damaged
-    chunk, costs a warning.
+    An exact patch that ``auto`` would use stays as it is, unless it cannot be read. One whose KL was too large is
+    formed anew, with a tenth of what it left out. The answer stands already, so nothing here may fail it: a store
+    without room, or a chunk that is damaged or was purged meanwhile, costs a warning.
 
     Parameters
     ----------
@@ -71,13 +72,13 @@ def keep_patches(
         worth = layer_worth(engine, None, {})
         canonical = [library.layers(record) for record in records]
         choices = [_choose(library, links[: end + 1], max_kl) for end in range(1, len(links))]
-    except DamagedError as error:
+    except (DamagedError, MissingRecordError) as error:
         engine.warn(f"no patches kept: {error}")
         return ()
     patches = [
         form(after, alone, rank=choice.rank, energy=choice.energy, worth=worth)
         if isinstance(choice, PatchOptions)
-        else library.patch_layers(choice)
+        else choice.layers
         for after, alone, choice in zip(captured[1:], canonical[1:], choices, strict=True)
     ]
     preamble = Part(runner.preamble, runner.preamble_layers)
@@ -102,20 +103,29 @@ def keep_patches(
         for at in wanted
     ]
     raise_stated(
-        engine, library, [one for one in choices if not isinstance(one, PatchOptions)], measured["kl"]
+        engine, library, [one.record for one in choices if isinstance(one, _Standing)], measured["kl"]
     )
     return _kept(engine, library, new)
 
 
-def _choose(library: Library, chain: Sequence[Identity], max_kl: float) -> Record | PatchOptions:
-    """The stored exact patch of the last chunk of a chain where it is good enough, or how to form one."""
+@dataclass(frozen=True)
+class _Standing:
+    """A stored patch that stays."""
+
+    record: Record
+    layers: list[LayerPatch]
+
+
+def _choose(library: Library, chain: Sequence[Identity], max_kl: float) -> _Standing | PatchOptions:
+    """The stored exact patch of the last chunk of a chain where it is good enough and sound, or how to form one."""
     record = library.find_patch(chain[-1], chain[:-1], "exact")
     if record is None:
         return PatchOptions()
     offer = Offer((record.key,), "exact", record.meta["kl"], proven_energy(record.meta))
     why_not = refusal(offer, "auto", max_kl)
     if why_not is None:
-        return record
+        with suppress(DamagedError, MissingRecordError):
+            return _Standing(record, library.patch_layers(record))
     request = record.meta["request"]
     if why_not != "max_kl" or request["rank"] != "auto":
         return PatchOptions()

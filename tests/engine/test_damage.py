@@ -12,6 +12,7 @@ import zstandard
 from engine_setups import NUM_NEW, QUESTION, ingest, reference
 from raw_store import flip_payload, raw_tables, replace_header
 
+from kamera_cli.library import Library
 from kamera_store.errors import DamagedError, DamagedRecordWarning
 
 ORDER = ["3", "1", "2"]
@@ -98,6 +99,36 @@ def test_a_damaged_patch_is_replaced_by_what_the_prefill_gives(open_engine, fill
     assert key.hex() in result.patches_kept
     again = engine.query(QUESTION, chunks=ORDER, require_hit=True)
     assert again.chunks[2].patch == key.hex() and again.chunks[2].why_not is None
+    assert not engine.store.verify().damaged
+
+
+@pytest.mark.parametrize("loss", ["damaged", "purged"])
+def test_a_good_patch_that_cannot_be_read_costs_no_answer_and_is_formed_again(
+    open_engine, tmp_path, store_folder, monkeypatch, loss
+):
+    """A prefill leaves what `auto` would take as it is, but what it cannot read it has to form."""
+    engine = open_engine("qwen2_5_vl")
+    ingest(engine, "qwen2_5_vl", tmp_path)
+    engine.compile_patches(ORDER, energy=1.0)
+    first, second = [bytes.fromhex(chunk.patches[-1]) for chunk in engine.explain(chunks=ORDER).chunks[1:]]
+    expected = reference(engine, ORDER)[1]
+    engine.close()
+    if loss == "damaged":
+        flip_payload(store_folder, second, 100)
+    engine = open_engine("qwen2_5_vl", warnings=[])
+    if loss == "purged":
+        engine.store.delete([first])
+        read = Library.patch_layers
+
+        def purged_before(library, record):
+            engine.store.delete([second])
+            return read(library, record)
+
+        monkeypatch.setattr(Library, "patch_layers", purged_before)
+    result = engine.query(QUESTION, chunks=ORDER, max_new_tokens=NUM_NEW)
+    assert result.fallback is not None and result.answer == expected
+    assert second.hex() in result.patches_kept
+    assert engine.query(QUESTION, chunks=ORDER, require_hit=True).answer
     assert not engine.store.verify().damaged
 
 
