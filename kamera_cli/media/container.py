@@ -112,8 +112,12 @@ def choose_stream(
 
 def again(stream: av.VideoStream) -> av.CodecContext:
     """A second decoder for the packets of a stream, without frame threads."""
-    context = av.CodecContext.create(stream.codec_context.codec, "r")
-    context.extradata = stream.codec_context.extradata
+    first = stream.codec_context
+    context = av.CodecContext.create(first.codec, "r")
+    context.extradata, context.codec_tag = first.extradata, first.codec_tag
+    context.width, context.height = stream.width, stream.height
+    if first.bits_per_coded_sample:
+        context.bits_per_coded_sample = first.bits_per_coded_sample
     context.options = _STRICT
     context.thread_type = "SLICE"
     return context

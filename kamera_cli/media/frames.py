@@ -75,19 +75,29 @@ class _Ending:
 
     def __init__(self, stream: av.VideoStream) -> None:
         self._stream = stream
+        self._before: list[av.Packet] = []
         self._packets: list[av.Packet] = []
         self._num_missing = 0
+        self._is_start = True
 
     def add(self, packet: av.Packet, num_frames: int) -> None:
         """Take note of a packet and of how many frames came out after it."""
-        if packet.size:
-            if packet.is_keyframe and len(self._packets) >= _MOST_THREADS:
-                self._packets.clear()
+        self._num_missing += bool(packet.size and not packet.is_discard) - num_frames
+        if not packet.size:
+            return
+        if packet.is_keyframe and len(self._packets) >= _MOST_THREADS:
+            self._is_start = self._is_start and not self._before
+            self._before, self._packets = self._packets, []
+        if packet.is_keyframe or self._packets:
             self._packets.append(packet)
-        self._num_missing += bool(packet.size) - num_frames
+        else:
+            self._is_start = False
 
     def require_whole(self) -> None:
         """Decode the last packets again, without frame threads, if fewer frames than packets came out.
+
+        Frames that follow a keyframe may build on frames before it, so that a decoder which begins in the middle of a
+        stream can fail on sound packets until its first frame.
 
         Raises
         ------
@@ -96,7 +106,10 @@ class _Ending:
         """
         if self._num_missing <= 0 or not self._packets:
             return
-        plain = again(self._stream)
-        for packet in self._packets:
-            plain.decode(packet)
-        plain.decode(None)
+        plain, has_begun = again(self._stream), self._is_start
+        for packet in (*self._before, *self._packets, None):
+            try:
+                has_begun = bool(plain.decode(packet)) or has_begun
+            except av.FFmpegError:
+                if has_begun:
+                    raise

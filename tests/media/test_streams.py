@@ -10,8 +10,9 @@ import av
 import numpy as np
 import pytest
 from av.stream import Disposition
-from media_files import number_of, picture, write_video
+from media_files import RATE, number_of, picture, write_video
 
+from kamera_cli.media import container, frames
 from kamera_cli.media.source import MediaError, Sampling, chunks, inspect, parameters
 
 
@@ -85,6 +86,61 @@ def test_reordered_frames_keep_their_order_in_every_container(tmp_path: Path, na
     (chunk,) = chunks(path, inspect(path), Sampling(fps=25, chunk_seconds=2, frame_multiple=1))
     assert [number_of(frame) for frame in chunk.frames] == list(range(25))
     assert not any(chunk.repeats)
+
+
+def cut_in_front(path: Path, target: Path, seconds: Fraction) -> Path:
+    """As players and editors cut without encoding again: packets from the keyframe before on, those hidden that no
+    frame is shown of."""
+    options = {"avoid_negative_ts": "disabled"}
+    with av.open(str(path)) as source, av.open(str(target), "w", options=options) as container:
+        stream = source.streams.video[0]
+        copy = container.add_stream_from_template(stream)
+        packets = [packet for packet in source.demux(stream) if packet.size]
+        start = int(seconds / stream.time_base)
+        first = max(at for at, each in enumerate(packets) if each.is_keyframe and each.pts <= start)
+        for packet in packets[first:]:
+            packet.stream, packet.pts, packet.dts = copy, packet.pts - start, packet.dts - start
+            container.mux(packet)
+    return target
+
+
+OPEN_GOP = {"x264-params": "keyint=80:open-gop=1:bframes=3:scenecut=0"}
+
+
+@pytest.mark.parametrize(
+    ("codec", "pix_fmt", "options", "number"),
+    [("libx264", "yuv420p", OPEN_GOP, 200), ("qtrle", "rgb24", {}, 40)],
+)
+def test_a_sound_video_that_was_cut_in_front_is_no_damaged_one(
+    tmp_path: Path, codec: str, pix_fmt: str, options: dict, number: int
+):
+    pictures = [picture(shown % 32) for shown in range(number)]
+    whole = write_video(tmp_path / "whole.mov", pictures, codec=codec, pix_fmt=pix_fmt, options=options)
+    path = cut_in_front(whole, tmp_path / "cut.mov", Fraction(7, 4))
+    info = inspect(path)
+    found = [each for chunk in chunks(path, info, Sampling(fps=RATE)) for each in chunk.frames]
+    assert len(found) == number - 18
+    assert [number_of(frame) for frame in found] == [(18 + at) % 32 for at in range(len(found))]
+
+
+@pytest.mark.parametrize("least", [1, 64])
+@pytest.mark.parametrize(
+    ("name", "codec", "options"),
+    [("a.ts", "libx264", OPEN_GOP), ("a.avi", "huffyuv", {}), ("a.asf", "wmv2", {}), ("a.mkv", "ffv1", {})],
+)
+def test_a_second_look_at_the_last_packets_finds_no_damage_in_a_sound_video(
+    tmp_path: Path, monkeypatch, name: str, codec: str, options: dict, least: int
+):
+    monkeypatch.setattr(frames, "_MOST_THREADS", least)
+    pictures = [picture(number % 32) for number in range(200)]
+    pix_fmt = "yuv422p" if codec == "huffyuv" else "yuv420p"
+    path = write_video(tmp_path / name, pictures, codec=codec, pix_fmt=pix_fmt, options=options)
+    with path.open("rb") as file, container.opened(str(path), file) as opened:
+        stream, _ = container.choose_stream(str(path), opened)
+        ending = frames._Ending(stream)
+        for packet in opened.demux(stream):
+            ending.add(packet, 0)
+        ending.require_whole()
 
 
 def test_a_raw_stream_says_that_its_times_are_assumed(tmp_path: Path):
