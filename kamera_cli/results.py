@@ -99,6 +99,7 @@ class FormedPatch:
     prompt's closing tokens when the patch was formed, with and without the patch. ``energy`` is the smallest captured
     share of the residual's squared Frobenius norm over layers; ``energy_weighted`` that of all layers together,
     weighted by their measured sensitivity (None where none was). ``split`` has the ranks of both tensors of each layer.
+    ``energy_in_orders``, of an orbit patch, is the smallest share that it holds of a measured order's own Δ.
     ``antecedent_numbers`` are 0 for chunks that the window does not know. ``why_not`` says why ``--reuse auto`` will
     not use the patch, if it will not; ``replaced`` is what it took the place of.
     """
@@ -125,8 +126,13 @@ class FormedPatch:
     @property
     def trusted_energy(self) -> float:
         """The energy by which a plan trusts the patch (`kamera_cli.operator.ranks.proven_energy`)."""
-        captured = self.energy if self.energy_weighted is None else self.energy_weighted
-        return captured if self.energy_in_orders is None else min(captured, self.energy_in_orders)
+        held = self.captured_energy
+        return held if self.energy_in_orders is None else min(held, self.energy_in_orders)
+
+    @property
+    def captured_energy(self) -> float:
+        """What its factors capture of the Δ that they were formed of, weighted where that was measured."""
+        return self.energy if self.energy_weighted is None else self.energy_weighted
 
 
 @dataclass(frozen=True)

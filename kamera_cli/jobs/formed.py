@@ -69,12 +69,22 @@ def refused_lines(result: CompileResult) -> list[str]:
     """What a person should know of patches and compositions that ``--reuse auto`` will not use: a line per reason."""
     lines = []
     low = [patch for patch in result.patches if patch.why_not == "low_energy"]
+    by_order = [patch for patch in low if patch.captured_energy >= AUTO_MIN_ENERGY]
+    low = [patch for patch in low if patch not in by_order]
     if low:
         captured = _span([100 * patch.trusted_energy for patch in low], "{:.1f} %")
         lines.append(
             f"--reuse auto will not use the patches of {_chunks_of(low)}: they capture {captured} of the energy, below "
             f"{100 * AUTO_MIN_ENERGY:.0f} %; more --rank, --budget, --energy or --dtype bits help, --reuse patched "
             "takes them anyway"
+        )
+    if by_order:
+        held = _span([100 * patch.trusted_energy for patch in by_order], "{:.1f} %")
+        lines.append(
+            f"--reuse auto will not use the orbit patches of {_chunks_of(by_order)} after "
+            f"{_antecedents_of(by_order)}: there the order matters, and in the worst one they hold {held} of what a "
+            f"prefill gives, below {100 * AUTO_MIN_ENERGY:.0f} %; --kind exact serves one order, --reuse patched takes "
+            "them anyway"
         )
     far = [patch for patch in result.patches if patch.why_not == "max_kl"]
     if far:
@@ -101,6 +111,11 @@ def _offer_of(bound: ComposedBound) -> Offer:
 
 def _chunks_of(patches: Sequence[FormedPatch]) -> str:
     return chunks_words(dict.fromkeys(patch.chunk_number for patch in patches))
+
+
+def _antecedents_of(patches: Sequence[FormedPatch]) -> str:
+    sets = dict.fromkeys(tuple(sorted(patch.antecedent_numbers)) for patch in patches)
+    return " or ".join(f"{{{', '.join(map(str, numbers))}}}" for numbers in sets)
 
 
 def _span(values: Sequence[float], form: str) -> str:

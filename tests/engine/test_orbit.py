@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from engine_setups import answered, prefilled
@@ -11,6 +12,7 @@ from tiny_backbones import save_backbone
 from tiny_models import write_passage
 
 from kamera_cli.errors import UsageError
+from kamera_cli.jobs.formed import refused_lines
 
 
 @pytest.fixture(params=["qwen3", "deepseek_v3"])
@@ -99,3 +101,19 @@ def test_a_set_above_the_limit_is_refused_before_anything_is_formed(engine, tmp_
     with pytest.raises(UsageError, match="2 to 5 chunks, not 6"):
         engine.compile_patches(kind="orbit")
     assert not [record for record in engine.store.iterate() if record.kind == "patch"]
+
+
+def test_an_orbit_patch_is_trusted_by_what_it_holds_of_each_order(engine):
+    result = engine.compile_patches(["1", "2", "3"], kind="orbit", energy=0.9999)
+    for patch in result.patches:
+        if len(patch.antecedents) == 1:  # one order, of which the patch was formed
+            assert patch.energy_in_orders == pytest.approx(patch.captured_energy, abs=1e-3)
+        else:
+            assert patch.trusted_energy == patch.energy_in_orders < patch.captured_energy
+
+
+def test_more_rank_is_no_advice_where_the_order_matters(engine):
+    result = engine.compile_patches(["1", "2", "3"], kind="orbit", energy=0.9999)
+    far = replace(result.patches[0], energy_in_orders=0.5, why_not="low_energy")
+    (line,) = refused_lines(replace(result, patches=(far,)))
+    assert "50.0 %" in line and "--kind exact" in line and "--rank" not in line
