@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,8 +46,8 @@ def keep_patches(
     """Factor Δ of every chunk after the first, measure the arrangement on the question just asked, and store.
 
     An exact patch that ``auto`` would use stays as it is, unless it cannot be read. One whose KL was too large is
-    formed anew, with a tenth of what it left out. The answer stands already, so nothing here may fail it: a store
-    without room, or a chunk that is damaged or was purged meanwhile, costs a warning.
+    formed anew, with a tenth of what it left out, down to what integers can give. The answer stands already, so nothing
+    here may fail it: a store without room, or a chunk that is damaged or was purged meanwhile, costs a warning.
 
     Parameters
     ----------
@@ -117,20 +117,26 @@ class _Standing:
 
 
 def _choose(library: Library, chain: Sequence[Identity], max_kl: float) -> _Standing | PatchOptions:
-    """The stored exact patch of the last chunk of a chain where it is good enough and sound, or how to form one."""
+    """The stored exact patch of the last chunk of a chain where it is sound and good enough, or as good as there is;
+    or else how to form one."""
     record = library.find_patch(chain[-1], chain[:-1], "exact")
     if record is None:
         return PatchOptions()
     offer = Offer((record.key,), "exact", record.meta["kl"], proven_energy(record.meta))
     why_not = refusal(offer, "auto", max_kl)
-    if why_not is None:
+    request = record.meta["request"]
+    if why_not is None or (why_not == "max_kl" and _is_finest(request)):
         with suppress(DamagedError, MissingRecordError):
             return _Standing(record, library.patch_layers(record))
-    request = record.meta["request"]
     if why_not != "max_kl" or request["rank"] != "auto":
         return PatchOptions()
     finer = round(1.0 - (1.0 - request["energy"]) / 10.0, 9)
     return PatchOptions(energy=min(max(PatchOptions().energy, finer), FINEST_ENERGY))
+
+
+def _is_finest(request: Mapping) -> bool:
+    """Whether forming anew gives no better patch, and would only forget the KL that this one states."""
+    return request["rank"] == "auto" and request["energy"] >= FINEST_ENERGY and "budget" not in request
 
 
 def _kept(engine: Engine, library: Library, patches: Sequence[NewPatch]) -> tuple[str, ...]:

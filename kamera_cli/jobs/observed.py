@@ -52,14 +52,31 @@ def keep_worst(engine: Engine, library: Library, found: Sequence[Found], chosen:
 
 def raise_stated(engine: Engine, library: Library, patches: Sequence[Record], kl: float) -> bool:
     """Let stored patches that state a smaller KL, or none, state this one; whether any did."""
-    raised = [record for record in patches if record.meta["kl"] is None or record.meta["kl"] < kl]
-    try:
-        for record in raised:
-            library.restate(record, {"kl": kl, "probe": PROBE})
-    except (DamagedError, MissingRecordError, NoRoomError, ReadOnlyError) as error:
-        engine.warn(f"the KL that was measured on this question was not kept: {error}")
+    num_raised = 0
+    for record in patches:
+        try:
+            num_raised += _raised(library, record, kl)
+        except (DamagedError, MissingRecordError, NoRoomError, ReadOnlyError) as error:
+            engine.warn(f"the KL that was measured on this question was not kept: {error}")
+    return num_raised > 0
+
+
+def _raised(library: Library, record: Record, kl: float) -> bool:
+    """Whether a patch states this KL now and did not before.
+
+    Raises
+    ------
+    MissingRecordError
+        It was removed meanwhile, or formed anew.
+    """
+    standing = library.store.get(record.key)
+    if standing is None or standing.digest != record.digest or standing.tensors != record.tensors:
+        raise MissingRecordError(record.key)
+    # Another process may have raised it since it was read.
+    if standing.meta["kl"] is not None and standing.meta["kl"] >= kl:
         return False
-    return bool(raised)
+    library.restate(standing, {"kl": kl, "probe": PROBE})
+    return True
 
 
 def _in_order(found: Sequence[Found]) -> bool:

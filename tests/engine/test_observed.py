@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from engine_setups import QUESTION, ingest
 
+import kamera_cli.jobs.query as jobs_query
+from kamera_cli.jobs.compare import compare
+from kamera_cli.jobs.firstuse import FINEST_ENERGY
+
 OTHERS = ["number seven: what letter goes with it?", "tell me which shape is paired with letter k.", "who?"]
 ORDER = ["2", "3", "1"]
 
@@ -66,3 +70,48 @@ def test_a_comparison_says_nothing_of_patches_for_another_order(open_engine, tmp
     slid = engine.query(QUESTION, reuse="patched", compare=True, max_new_tokens=1)
     assert slid.compare.kl > max(kl for kl in before if kl is not None)
     assert [chunk.kl for chunk in engine.explain(reuse="patched").chunks] == before
+
+
+def test_the_finest_patch_keeps_the_largest_kl_that_was_seen_with_it(open_engine, tmp_path):
+    engine = compiled(open_engine, tmp_path, energy=FINEST_ENERGY)
+    for chunk in engine.explain(chunks=ORDER).chunks[1:]:
+        engine.library.restate(engine.store.get(bytes.fromhex(chunk.patches[-1])), {"kl": 0.5})
+    easier = engine.query(QUESTION, chunks=ORDER, max_new_tokens=1)
+    assert easier.fallback is not None and not easier.patches_kept
+    assert stated(engine) == [None, 0.5, 0.5]
+
+
+def measuring_while(engine, monkeypatch, happens):
+    """A comparison of stored patches during which something else happens to the store."""
+
+    def compare_meanwhile(*args):
+        found = compare(*args)
+        happens()
+        return found
+
+    monkeypatch.setattr(jobs_query, "compare", compare_meanwhile)
+    return engine.query(QUESTION, chunks=ORDER, reuse="patched", compare=True, max_new_tokens=1).compare.kl
+
+
+def test_of_two_comparisons_at_once_the_larger_kl_is_kept(open_engine, tmp_path, monkeypatch):
+    engine, other = compiled(open_engine, tmp_path, energy=0.96), open_engine("llama")
+    patches = [bytes.fromhex(chunk.patches[-1]) for chunk in engine.explain(chunks=ORDER).chunks[1:]]
+
+    def state(kl):
+        for patch in patches:
+            other.library.restate(other.store.get(patch), {"kl": kl})
+
+    state(0.0)
+    measured = measuring_while(engine, monkeypatch, lambda: state(1e-9))
+    assert stated(engine) == [None, measured, measured]
+    measuring_while(engine, monkeypatch, lambda: state(2 * measured))
+    assert stated(engine) == [None, 2 * measured, 2 * measured]
+
+
+def test_a_patch_that_was_purged_meanwhile_costs_no_other_its_kl(open_engine, tmp_path, monkeypatch):
+    engine = compiled(open_engine, tmp_path, energy=0.96)
+    first, second = [bytes.fromhex(chunk.patches[-1]) for chunk in engine.explain(chunks=ORDER).chunks[1:]]
+    for patch in (first, second):
+        engine.library.restate(engine.store.get(patch), {"kl": 0.0})
+    measured = measuring_while(engine, monkeypatch, lambda: engine.store.delete([first]))
+    assert engine.store.get(second).meta["kl"] == measured > 0.0
