@@ -136,7 +136,8 @@ def _choose(library: Library, chain: Sequence[Identity], max_kl: float) -> _Stan
 
 def _is_finest(request: Mapping) -> bool:
     """Whether forming anew gives no better patch, and would only forget the KL that this one states."""
-    return request["rank"] == "auto" and request["energy"] >= FINEST_ENERGY and "budget" not in request
+    is_coarse = "budget" in request or request["factor_dtype"] in ("int6", "int4")
+    return request["rank"] == "auto" and request["energy"] >= FINEST_ENERGY and not is_coarse
 
 
 def _kept(engine: Engine, library: Library, patches: Sequence[NewPatch]) -> tuple[str, ...]:

@@ -81,6 +81,13 @@ def test_the_finest_patch_keeps_the_largest_kl_that_was_seen_with_it(open_engine
     assert stated(engine) == [None, 0.5, 0.5]
 
 
+def test_a_patch_of_coarse_integers_is_not_the_finest(open_engine, tmp_path):
+    engine = compiled(open_engine, tmp_path, energy=FINEST_ENERGY, factor_dtype="int6")
+    for chunk in engine.explain(chunks=ORDER, reuse="patched").chunks[1:]:
+        engine.library.restate(engine.store.get(bytes.fromhex(chunk.patches[-1])), {"kl": 0.5})
+    assert len(engine.query(QUESTION, chunks=ORDER, max_new_tokens=1).patches_kept) == 2
+
+
 def measuring_while(engine, monkeypatch, happens):
     """A comparison of stored patches during which something else happens to the store."""
 
