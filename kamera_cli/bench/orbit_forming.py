@@ -15,8 +15,8 @@ from kamera_cli.operator.orbit import antecedent_sets, form_orbit, formed_orders
 from kamera_cli.operator.patch import LayerPatch, form
 from kamera_cli.operator.ranks import Worth
 
-EXACT, ORBIT = "exact, one per order", "orbit, shared V"
-RIVALS = APART, ONE_ORDER, ONE_MEAN = "a V for each set", "one order", "one mean patch"
+EXACT, ORBIT = "exact, one per order", "orbit, one per set"
+RIVALS = SHARED, ONE_ORDER, ONE_MEAN = "one V for all sets", "one order", "one mean patch"
 Chain = tuple[tuple[int, ...], int]
 """The chunks before one, in order, and that one."""
 Patches = dict[Chain, list[LayerPatch]]
@@ -86,24 +86,26 @@ def arms_of(
     for chunk in range(size):
         sets = antecedent_sets(chunk, list(range(size)))
         means = [mean_kv([after[order, chunk] for order in formed_orders(of)]) for of in sets]
+        for of, layers in zip(sets, means, strict=True):
+            patch = factored(layers, chunk)
+            kept[ORBIT] += _factors(patch)
+            own[ORBIT] |= {(before, chunk): patch for before in itertools.permutations(of)}
+        if not ways.with_rivals:
+            continue
         joint = form_orbit(
             means, canonical[chunk], rank=rank_of(means[0]), energy=ways.energy, worth=ways.worth
         )
-        kept[ORBIT] += [factors.v for patch in joint[0] for factors in (patch.rotary, patch.plain)]
+        kept[SHARED] += [factors.v for patch in joint[0] for factors in (patch.rotary, patch.plain)]
         for of, shared in zip(sets, joint, strict=True):
-            kept[ORBIT] += [factors.u for patch in shared for factors in (patch.rotary, patch.plain)]
-            own[ORBIT] |= {(before, chunk): shared for before in itertools.permutations(of)}
-        if not ways.with_rivals:
-            continue
+            kept[SHARED] += [factors.u for patch in shared for factors in (patch.rotary, patch.plain)]
+            own[SHARED] |= {(before, chunk): shared for before in itertools.permutations(of)}
         everywhere = mean_kv([layers for (before, one), layers in after.items() if one == chunk and before])
         single = factored(everywhere, chunk)
         kept[ONE_MEAN] += _factors(single)
-        for of, layers in zip(sets, means, strict=True):
-            apart, first = factored(layers, chunk), factored(after[of, chunk], chunk)
-            kept[APART] += _factors(apart)
+        for of in sets:
+            first = factored(after[of, chunk], chunk)
             kept[ONE_ORDER] += _factors(first)
             for before in itertools.permutations(of):
-                own[APART][before, chunk] = apart
                 own[ONE_ORDER][before, chunk] = first
                 own[ONE_MEAN][before, chunk] = single
     return {name: (own[name], kept[name]) for name in own}
