@@ -13,7 +13,6 @@ import torch
 
 from kamera_cli.errors import UnknownFactorsError
 from kamera_cli.model.families.family import LayerKV
-from kamera_cli.operator.orbit import Coefficients
 from kamera_cli.operator.patch import Factors, LayerPatch
 from kamera_cli.operator.quantise import BITS, pack, row_bytes, unpack
 from kamera_store.errors import DamagedError
@@ -53,24 +52,19 @@ def require_known_factors(patch: Record) -> None:
         raise UnknownFactorsError(patch.id, min(dtypes), known)
 
 
-def tensors_of(
-    names: tuple[str, str], layers: Sequence[LayerPatch], *, without_v: bool = False
-) -> list[TensorBytes]:
+def tensors_of(names: tuple[str, str], layers: Sequence[LayerPatch]) -> list[TensorBytes]:
     """Tensors of a patch, layer by layer: U and V of the rotary and of the plain tensor.
 
     Parameters
     ----------
     names : tuple of str
         What the family calls its two tensors.
-    without_v : bool
-        Only U, for coefficients over the V of another patch.
     """
-    sides = "u" if without_v else "uv"
     wanted = [
         (f"{name}_{side}", layer, getattr(factors, side), factors.bits)
         for layer, patch in enumerate(layers)
         for name, factors in zip(names, (patch.rotary, patch.plain), strict=True)
-        for side in sides
+        for side in "uv"
     ]
     written = [rows for _, _, rows, _ in wanted]
     for key, places in _grouped(
@@ -110,7 +104,7 @@ class LayerReader:
 
     def layers(
         self, records: Sequence[Record], layer: int, tensors: Sequence[Mapping[str, TensorBytes]]
-    ) -> list[LayerKV | LayerPatch | Coefficients]:
+    ) -> list[LayerKV | LayerPatch]:
         """One layer of chunks and patches, each as fresh tensors; factors as integers or, as written before that, in
         half precision.
 
@@ -128,7 +122,7 @@ class LayerReader:
         shapes: list[tuple[int, int] | None] = []
         for record, named in zip(records, tensors, strict=True):
             for index, name in enumerate(self.names if record.kind == "patch" else ()):
-                for side in _sides(record):
+                for side in "uv":
                     held.append(named[f"{name}_{side}"])
                     shapes.append(_shape(record, layer, index, side, held[-1]))
         rows = iter(self._rows(held, shapes))
@@ -153,16 +147,9 @@ class LayerReader:
         return rows
 
 
-def _sides(record: Record) -> str:
-    """What a patch holds of its own; the V of an orbit stands in one of its patches."""
-    return "u" if "basis" in record.meta else "uv"
-
-
-def _patch(record: Record, layer: int, rows: Iterator[torch.Tensor]) -> LayerPatch | Coefficients:
+def _patch(record: Record, layer: int, rows: Iterator[torch.Tensor]) -> LayerPatch:
     """One layer of a patch from the rows that come next."""
     energy = record.meta["energy"][layer]
-    if "basis" in record.meta:
-        return Coefficients(next(rows), next(rows), energy, energy)
     bits = (record.meta.get("factors") or {}).get("bits")
     rotary = Factors(next(rows), next(rows), bits)
     return LayerPatch(rotary, Factors(next(rows), next(rows), bits), energy, energy)

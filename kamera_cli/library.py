@@ -19,7 +19,6 @@ from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import ChunkInputs, Deepstack, Segment
 from kamera_cli.model.positions import RelativePositions
 from kamera_cli.model.runner import EncodedChunk
-from kamera_cli.operator.orbit import Coefficients
 from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.ranks import weighted_energy
 from kamera_cli.results import WindowEntry
@@ -42,8 +41,6 @@ class NewPatch:
         In order for ``exact``; the order does not matter for ``orbit``.
     meta : Mapping
         What was measured and asked for.
-    basis : Identity or None
-        Given: only U is written, and V is that of this patch of the same orbit.
     """
 
     chunk: Record
@@ -52,7 +49,6 @@ class NewPatch:
     layers: list[LayerPatch]
     meta: Mapping
     cost_ms: float
-    basis: Identity | None = None
 
 
 @dataclass(frozen=True)
@@ -169,19 +165,6 @@ class Library:
             require_known_factors(found)
         return found
 
-    def find_orbit(self, chunk: Identity, antecedents: Sequence[Identity]) -> tuple[Record, ...]:
-        """The orbit patch for these antecedents in any order, after the record that holds its V; nothing if none."""
-        patch = self.find_patch(chunk, antecedents, "orbit")
-        if patch is None or "basis" not in patch.meta:
-            return () if patch is None else (patch,)
-        basis = self.store.get(bytes.fromhex(patch.meta["basis"]))
-        fits = (
-            basis is not None
-            and basis.tenant == self.tenant
-            and basis.digest.hex() == patch.meta["basis_digest"]
-        )
-        return (basis, patch) if fits and basis.meta["version"] == patch.meta["version"] else ()
-
     def put_patches(self, patches: Sequence[NewPatch]) -> list[Record]:
         """Write patches in one transaction, each in place of an older one for the same conditioning; their records."""
         items = [self._item(patch) for patch in patches]
@@ -216,7 +199,7 @@ class Library:
 
     def _item(self, new: NewPatch) -> dict:
         """What the store is given of a patch."""
-        chunk, layers, basis = new.chunk, new.layers, new.basis
+        chunk, layers = new.chunk, new.layers
         of_chunk = Identity("chunk", chunk.key, chunk.digest)
         identity = self.patch_identity(of_chunk, new.antecedents, new.kind)
         weighted = weighted_energy(
@@ -233,7 +216,6 @@ class Library:
             "split": [[patch.rotary.rank, patch.plain.rank] for patch in layers],
             "factors": packing_of(layers),
             "fingerprint": self.fingerprint,
-            **({} if basis is None else {"basis": basis.id, "basis_digest": basis.digest.hex()}),
             **new.meta,
         }
         return {
@@ -241,7 +223,7 @@ class Library:
             "tenant": self.tenant,
             "unit": chunk.unit,
             "meta": meta,
-            "tensors": tensors_of(self.names, layers, without_v=basis is not None),
+            "tensors": tensors_of(self.names, layers),
             "cost_ms": new.cost_ms,
         }
 
@@ -249,7 +231,7 @@ class Library:
         """All layers of a patch. Not to be written into."""
         return list(self._through(record, "layers", lambda: self._read_layers(record)))
 
-    def _read_layers(self, record: Record) -> tuple[LayerKV | LayerPatch | Coefficients, ...]:
+    def _read_layers(self, record: Record) -> tuple[LayerKV | LayerPatch, ...]:
         """Every layer of a record, read in one transaction."""
         named = [(info.name, info.layer) for info in record.tensors if info.layer >= 0]
         layers: dict[int, dict[str, TensorBytes]] = {}
@@ -264,7 +246,7 @@ class Library:
 
     def restored(
         self, records: Sequence[Record], layer: int, tensors: Sequence[Mapping[str, TensorBytes]]
-    ) -> list[LayerKV | LayerPatch | Coefficients]:
+    ) -> list[LayerKV | LayerPatch]:
         """One stored layer of chunks and patches; see `LayerReader.layers`."""
         return self.reader.layers(records, layer, tensors)
 

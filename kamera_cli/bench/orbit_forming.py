@@ -8,10 +8,11 @@ from typing import Literal
 
 from kamera_cli.bench.episodes import Encoded
 from kamera_cli.bench.forming import AS_COMPILED
+from kamera_cli.bench.shared_orbit import form_shared
 from kamera_cli.jobs.patches import PatchOptions
 from kamera_cli.model.compat import DynamicCache, shorten
 from kamera_cli.model.families.family import LayerKV
-from kamera_cli.operator.orbit import antecedent_sets, form_orbit, formed_orders, mean_kv
+from kamera_cli.operator.orbit import antecedent_sets, formed_orders, mean_kv
 from kamera_cli.operator.patch import LayerPatch, form
 from kamera_cli.operator.ranks import Worth
 
@@ -92,7 +93,7 @@ def arms_of(
             own[ORBIT] |= {(before, chunk): patch for before in itertools.permutations(of)}
         if not ways.with_rivals:
             continue
-        joint = form_orbit(
+        joint = form_shared(
             means, canonical[chunk], rank=rank_of(means[0]), energy=ways.energy, worth=ways.worth
         )
         kept[SHARED] += [factors.v for patch in joint[0] for factors in (patch.rotary, patch.plain)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.hot import assembly_size
 from kamera_cli.jobs.common import Conditioned, conditioning, ordered
-from kamera_cli.jobs.offers import Listing, StoredOffer, is_basis_only, offers
+from kamera_cli.jobs.offers import Listing, StoredOffer, offers
 from kamera_cli.library import identity_of, segment_size
 from kamera_cli.operator.placement import best_order
 from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan, Reuse, Wanted, plan, refusal
@@ -87,7 +87,7 @@ def arrange(
 
 def full_rank(records: Sequence[Record]) -> int | None:
     """Rank of what a patch is made of: of one patch, or of pairs side by side."""
-    ranks = [max(part.meta["ranks"], default=0) for part in records if not is_basis_only(part, records)]
+    ranks = [max(part.meta["ranks"], default=0) for part in records]
     return sum(ranks) if ranks else None
 
 

@@ -79,19 +79,13 @@ def evict(
 
 
 def _records(store: KVStore, tenant: str, leaving: Sequence[WindowEntry]) -> dict[bytes, Record]:
-    """Chunks, their patches, the patches that carry something of them, and those that cannot be read without these."""
+    """Chunks, their patches, and the patches that carry something of them."""
     found: dict[bytes, Record] = {}
     for entry in leaving:
         key = bytes.fromhex(entry.chunk)
         chunk = store.get(key)
         linked = (*store.patches_of(key, tenant=tenant), *store.patches_naming(key, tenant=tenant))
         found |= {record.key: record for record in (chunk, *linked) if record is not None}
-    going = [record for record in found.values() if record.kind == "patch"]
-    lenders, of_chunks = {patch.id for patch in going}, {patch.meta["chunk"] for patch in going}
-    for chunk_id in of_chunks:
-        for patch in store.patches_of(bytes.fromhex(chunk_id), tenant=tenant):
-            if patch.meta.get("basis") in lenders:
-                found[patch.key] = patch
     return found
 
 

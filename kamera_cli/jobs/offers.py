@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from kamera_cli.jobs.pairs import composed_offer, gain_of
 from kamera_cli.operator.compose import compose
-from kamera_cli.operator.orbit import Coefficients
 from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.plan import Offer
 from kamera_cli.operator.ranks import proven_energy
@@ -34,7 +33,6 @@ class Listing:
             for record in library.store.patches_of(chunk.key, tenant=library.tenant)
         }
         self._patches: dict[tuple, Record | None] = {}
-        self._orbits: dict[tuple, tuple[Record, ...]] = {}
 
     def has_exact(self, chunk: Identity, antecedents: Sequence[Identity]) -> bool:
         """Whether there is an exact patch for this order."""
@@ -48,15 +46,6 @@ class Listing:
         if asked not in self._patches:
             self._patches[asked] = self._library.find_patch(chunk, antecedents, kind)
         return self._patches[asked]
-
-    def find_orbit(self, chunk: Identity, antecedents: Sequence[Identity]) -> tuple[Record, ...]:
-        """See `kamera_cli.library.Library.find_orbit`."""
-        asked = chunk.key, "orbit", _named((one.id for one in antecedents), "orbit")
-        if asked not in self._stored:
-            return ()
-        if asked not in self._orbits:
-            self._orbits[asked] = self._library.find_orbit(chunk, antecedents)
-        return self._orbits[asked]
 
 
 def _named(antecedents: Iterable[str], kind: str) -> tuple[str, ...]:
@@ -74,12 +63,11 @@ class StoredOffer:
 def offers(library: Library | Listing, chunk: Identity, antecedents: Chain) -> tuple[StoredOffer, ...]:
     """Patches for a chunk after antecedents in this order, best first: exact, orbit, composed of pairs."""
     found = []
-    exact = library.find_patch(chunk, antecedents, "exact")
-    if exact is not None:
-        found.append(_offer((exact,), "exact"))
-    orbit = library.find_orbit(chunk, antecedents)
-    if orbit:
-        found.append(_offer(orbit, "orbit"))
+    for kind in ("exact", "orbit"):
+        patch = library.find_patch(chunk, antecedents, kind)
+        if patch is not None:
+            offer = Offer((patch.key,), kind, patch.meta["kl"], proven_energy(patch.meta))
+            found.append(StoredOffer(offer, (patch,)))
     composed = composed_offer(library, chunk, antecedents) if len(antecedents) > 1 else None
     if composed is not None:
         keys = tuple(record.key for record in composed.records)
@@ -88,22 +76,8 @@ def offers(library: Library | Listing, chunk: Identity, antecedents: Chain) -> t
     return tuple(found)
 
 
-def _offer(records: tuple[Record, ...], kind: str) -> StoredOffer:
-    patch = records[-1]
-    keys = tuple(record.key for record in records)
-    return StoredOffer(Offer(keys, kind, patch.meta["kl"], proven_energy(patch.meta)), records)
-
-
-def is_basis_only(record: Record, parts: Sequence[Record]) -> bool:
-    """Whether a record only lends its V to the one that is read with it."""
-    return any(other.meta.get("basis") == record.id for other in parts)
-
-
-def merged(restored: Sequence[LayerPatch | Coefficients], parts: Sequence[Record]) -> LayerPatch | None:
+def merged(restored: Sequence[LayerPatch], parts: Sequence[Record]) -> LayerPatch | None:
     """One layer of a chunk's patch from what was read for it."""
     if not restored:
         return None
-    if isinstance(restored[-1], Coefficients):
-        basis, coefficients = restored
-        return coefficients.on(basis)
     return restored[0] if len(restored) == 1 else compose(restored, gain=gain_of(parts))

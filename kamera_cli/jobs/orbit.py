@@ -19,16 +19,14 @@ from kamera_cli.operator.orbit import (
     antecedent_sets,
     check_orbit,
     energy_in_order,
-    form_orbit,
     formed_orders,
     mean_kv,
     measured_orders,
 )
-from kamera_cli.operator.patch import LayerPatch, check_rank
+from kamera_cli.operator.patch import LayerPatch, check_rank, form
 from kamera_cli.results import CompileResult, FormedPatch, Progress
 from kamera_cli.window import load_window
-from kamera_store.keys import Identity, checksum64
-from kamera_store.tensors import to_bytes
+from kamera_store.keys import Identity
 
 if TYPE_CHECKING:
     from kamera_cli.engine import Engine
@@ -46,7 +44,7 @@ def compile_orbit(
     """Form orbit patches for chunks of a window; see ``Engine.compile_patches``.
 
     A patch's KL is the largest over `kamera_cli.operator.orbit.measured_orders`. A budget holds for the patch of each
-    set: what is written for it alone, and its share of the V that all sets of the chunk read.
+    set.
 
     Raises
     ------
@@ -69,9 +67,8 @@ def compile_orbit(
     formed = _found(engine, members, records, options, numbers)
     costs = _Costs()
     if len(formed) < len(members):
-        num_sets = len(antecedent_sets(orbit[0], orbit))
         for entry in entries:
-            options.check_budget(records[identity_of(entry)], f"chunk {entry.number}", num_sharing=num_sets)
+            options.check_budget(records[identity_of(entry)], f"chunk {entry.number}")
         learning = time.perf_counter()
         learns = options.learn and options.rank == "auto"
         chain = tuple(map(identity_of, entries)) if learns else None
@@ -110,9 +107,9 @@ def _found(
     """What is there already and serves the request."""
     found = {}
     for chunk, of in members:
-        stored = engine.library.find_orbit(chunk, of)
-        if stored and serves(stored[-1], options):
-            found[chunk, of] = describe(stored[-1], records[chunk], numbers, "found", 0.0)
+        stored = engine.library.find_patch(chunk, of, "orbit")
+        if stored is not None and serves(stored, options):
+            found[chunk, of] = describe(stored, records[chunk], numbers, "found", 0.0)
     return found
 
 
@@ -138,12 +135,12 @@ def _form(
     for done, (chunk, record) in enumerate(records.items(), start=1):
         forming = time.perf_counter()
         sets = [of for one, of in members if one == chunk]
-        joint = form_orbit(
-            [mean_kv([after[*order, chunk] for order in formed_orders(of)]) for of in sets], canonical[chunk],
-            rank=options.rank, energy=options.energy, dtype=options.dtype,
-            budget_bytes=options.budget_bytes(record), worth=options.worth,
-        )  # fmt: skip
-        patches |= {(chunk, of): layers for of, layers in zip(sets, joint, strict=True)}
+        for of in sets:
+            mean = mean_kv([after[*order, chunk] for order in formed_orders(of)])
+            patches[chunk, of] = form(
+                mean, canonical[chunk], rank=options.rank, energy=options.energy, dtype=options.dtype,
+                budget_bytes=options.budget_bytes(record), worth=options.worth,
+            )  # fmt: skip
         spent[chunk] = 1e3 * (time.perf_counter() - forming) / len(sets)
         engine.progress(Progress("forming orbit patches", done, len(records), "chunks"))
     orbit = _Orbit(engine, records, canonical, after, patches)
@@ -154,11 +151,12 @@ def _form(
         measured = [orbit.measured(chunk, of, options) for _, of in of_chunk]
         costs.measure_ms += 1e3 * (time.perf_counter() - measuring)
         cost_ms = spent[chunk] + costs.prefill_ms / len(members)
+        older = [library.find_patch(chunk, of, "orbit") for _, of in of_chunk]
         stored = _written(
             library, record, [(of, patches[chunk, of]) for _, of in of_chunk], measured, options, cost_ms
         )
-        for member, patch in zip(of_chunk, stored, strict=True):
-            formed[member] = describe(patch, record, numbers, "formed", spent[chunk])
+        for member, patch, old in zip(of_chunk, stored, older, strict=True):
+            formed[member] = describe(patch, record, numbers, "formed", spent[chunk], old)
     return formed
 
 
@@ -170,21 +168,11 @@ def _written(
     options: PatchOptions,
     cost_ms: float,
 ) -> list[Record]:
-    """Write the patches of one chunk, the one that holds V first.
-
-    Where the room ends in between, that one serves its own set, and coefficients of an older compilation are told from
-    it by their version.
-    """
-    first, layers = patches[0]
-    of_chunk = Identity("chunk", chunk.key, chunk.digest)
-    basis = library.patch_identity(of_chunk, first, "orbit")
-    version = _version(layers)
+    """Write the patches of one chunk in one transaction."""
     return library.put_patches([
         NewPatch(
             chunk, of, "orbit", patch,
-            meta=found | {"probe": options.probe, "request": options.request, "version": version},
-            cost_ms=cost_ms,
-            basis=None if of is first else basis,
+            meta=found | {"probe": options.probe, "request": options.request}, cost_ms=cost_ms,
         )
         for (of, patch), found in zip(patches, measured, strict=True)
     ])  # fmt: skip
@@ -225,9 +213,3 @@ class _Orbit:
         front = Part(runner.preamble, runner.preamble_layers)
         logits = {name: probe_logits(runner, [front, *parts], probe) for name, parts in arms.items()}
         return tuple(next_token_kl(logits["exact"], logits[name]) for name in ("patched", "blind"))
-
-
-def _version(layers: Sequence[LayerPatch]) -> str:
-    """Tells the V that an orbit shares: coefficients of one compilation do not fit the basis of another."""
-    parts = [factors.v for patch in layers for factors in (patch.rotary, patch.plain)]
-    return format(checksum64([bytes(to_bytes("v", part).view()) for part in parts]), "016x")

@@ -49,13 +49,8 @@ class PatchOptions:
         """Bytes that the patch of a chunk may take."""
         return None if self.budget is None else parse_budget(self.budget).of(kv_bytes(chunk))
 
-    def check_budget(self, chunk: Record, what: str, *, num_sharing: int = 1) -> None:
+    def check_budget(self, chunk: Record, what: str) -> None:
         """Refuse a budget that leaves the patch of a chunk without any direction.
-
-        Parameters
-        ----------
-        num_sharing : int
-            Patches that share V.
 
         Raises
         ------
@@ -64,7 +59,7 @@ class PatchOptions:
         if self.budget is None:
             return
         sizes = [
-            direction_bytes(tensor.shape[0], math.prod(tensor.shape[1:]), self.dtype, num_sharing=num_sharing)
+            direction_bytes(tensor.shape[0], math.prod(tensor.shape[1:]), self.dtype)
             for tensor in chunk.tensors
             if tensor.layer >= 0
         ]

@@ -60,9 +60,9 @@ class Factors:
         return self if rank is None or rank >= self.rank else Factors(self.u[:rank], self.v[:rank], self.bits)
 
 
-def direction_bytes(num_tokens: int, width: int, dtype: Precision = None, *, num_sharing: int = 1) -> int:
+def direction_bytes(num_tokens: int, width: int, dtype: Precision = None) -> int:
     """Raw bytes of one direction of a (T, W) tensor, rounded up where several patches share V."""
-    return side_bytes(num_tokens, dtype) + -(-side_bytes(width, dtype) // num_sharing)
+    return side_bytes(num_tokens, dtype) + side_bytes(width, dtype)
 
 
 def side_bytes(length: int, dtype: Precision = None) -> int:

@@ -153,17 +153,6 @@ def test_a_recall_forms_no_patch_anew_that_auto_takes_and_every_one_that_it_does
     assert recalled == asked.id and (ranks == asked.ranks) == kept
 
 
-def test_a_purge_leaves_no_patch_that_can_no_longer_be_read(engine):
-    """All sets of a chunk's orbit share the V of one of its patches, which may name the purged chunk."""
-    engine.compile_patches(kind="orbit")
-    for gone in ("1", "2"):
-        engine.evict([gone], purge=True)
-        names = {record.id for record in engine.store.iterate(kind="patch")}
-        assert all(
-            record.meta.get("basis", record.id) in names for record in engine.store.iterate(kind="patch")
-        )
-
-
 def test_the_number_of_a_purged_chunk_is_not_given_again(engine, tmp_path):
     engine.evict(["3"], purge=True)
     assert engine.ingest([write_passage(tmp_path / "new.txt", 20, 9)]).chunks[0].number == 4

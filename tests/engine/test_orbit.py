@@ -65,8 +65,8 @@ def test_an_orbit_that_is_there_is_not_formed_again(engine):
     assert {patch.id for patch in first.patches} == {patch.id for patch in again.patches}
 
 
-def test_coefficients_are_never_read_with_the_basis_of_another_compilation(engine):
-    """The smaller orbit takes the place of some patches of the larger; the others must fit what they are read with."""
+def test_orbits_of_two_compilations_stand_side_by_side(engine):
+    """The smaller orbit takes the place of some patches of the larger."""
     engine.compile_patches(["1", "2", "3", "4"], kind="orbit", energy=1.0, factor_dtype="fp32")
     engine.compile_patches(["1", "2", "3"], kind="orbit", rank=4)
     for order in itertools.permutations("1234", 3):
@@ -75,19 +75,6 @@ def test_coefficients_are_never_read_with_the_basis_of_another_compilation(engin
         blind = kl(prefilled(engine, list(order)), answered(engine, list(order), reuse="blind")[1])
         assert [chunk.used for chunk in result.chunks] == ["canonical", "orbit", "orbit"]
         assert kl(prefilled(engine, list(order)), logits) < max(blind, 2 * bound)
-
-
-def test_a_basis_that_was_evicted_is_a_miss_and_not_an_error(engine):
-    engine.compile_patches(["1", "2", "3"], kind="orbit")
-    doomed = [
-        record.key
-        for record in engine.store.iterate()
-        if record.kind == "patch" and "basis" not in record.meta
-    ]
-    assert len(doomed) == 3
-    engine.store.delete(doomed)
-    result, _ = answered(engine, ["2", "1"])
-    assert result.fallback is not None and [chunk.used for chunk in result.chunks] == ["prefilled"] * 2
 
 
 @pytest.mark.parametrize("chunks", [["1"], ["1", "2", "1"]])
@@ -117,3 +104,11 @@ def test_more_rank_is_no_advice_where_the_order_matters(engine):
     far = replace(result.patches[0], energy_in_orders=0.5, why_not="low_energy")
     (line,) = refused_lines(replace(result, patches=(far,)))
     assert "50.0 %" in line and "--kind exact" in line and "--rank" not in line
+
+
+def test_an_orbit_patch_that_takes_the_place_of_another_says_so(engine):
+    assert {patch.replaced for patch in engine.compile_patches(["1", "2"], kind="orbit", rank=2).patches} == {
+        None
+    }
+    again = engine.compile_patches(["1", "2"], kind="orbit", rank=4)
+    assert [patch.replaced.rank for patch in again.patches] == [2, 2]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kamera_cli.model.families.family import LayerKV
-from kamera_cli.operator.orbit import energy_in_order, form_orbit, mean_kv
+from kamera_cli.operator.orbit import energy_in_order, mean_kv
+from kamera_cli.operator.patch import form
 from kamera_cli.operator.ranks import Worth
 
 
@@ -30,7 +31,7 @@ def added(base: list[LayerKV], *parts: tuple[float, list[LayerKV]]) -> list[Laye
 def test_what_another_order_adds_counts_as_missing():
     alone, shared, apart = layers(0), layers(1), layers(2)
     orders = [added(alone, (1.0, shared), (sign, apart)) for sign in (0.2, -0.2)]
-    (patch,) = form_orbit([mean_kv(orders)], alone, rank=8, energy=1.0, dtype=torch.float32)
+    patch = form(mean_kv(orders), alone, rank=8, energy=1.0, dtype=torch.float32)
     for order, sign in zip(orders, (0.2, -0.2), strict=True):
         least = min(
             1 - (sign * getattr(apart[at], name)).square().sum() / delta.square().sum()
@@ -47,7 +48,7 @@ def test_what_another_order_adds_counts_as_missing():
 def test_a_layer_that_is_worth_nothing_may_lack_what_it_likes():
     alone, shared, apart = layers(0), layers(1), layers(2)
     order = added(alone, (1.0, shared), (1.0, apart))
-    (patch,) = form_orbit([added(alone, (1.0, shared))], alone, rank=8, energy=1.0, dtype=torch.float32)
+    patch = form(added(alone, (1.0, shared)), alone, rank=8, energy=1.0, dtype=torch.float32)
     missing = [
         float(getattr(apart[at], name).square().sum()) for at in range(2) for name in ("rotary", "plain")
     ]

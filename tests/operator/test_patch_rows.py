@@ -7,7 +7,6 @@ import torch
 
 from kamera_cli.factors import LayerReader, packing_of, tensors_of
 from kamera_cli.hot import tensor_bytes
-from kamera_cli.operator.orbit import Coefficients
 from kamera_cli.operator.patch import FACTOR_DTYPES, Factors, LayerPatch, factorise
 from kamera_cli.operator.quantise import as_written
 from kamera_store.records import Record
@@ -34,14 +33,12 @@ def random_patch(num_tokens: int, seed: int, dtype_name: str) -> list[LayerPatch
     return layers
 
 
-def stored(layers: list[LayerPatch], name: str, *, without_v: bool = False) -> tuple[Record, list[dict]]:
+def stored(layers: list[LayerPatch], name: str) -> tuple[Record, list[dict]]:
     """A record as the store would give it, and its tensors by layer and name."""
     meta = {"energy": [0.5] * len(layers), "factors": packing_of(layers)}
-    if without_v:
-        meta["basis"] = "00"
     record = Record("patch", name.encode().ljust(16), b"", "", "", meta, (), 0.0, 0.0, 0, 0)
     named: list[dict] = [{} for _ in layers]
-    for tensor in tensors_of(NAMES, layers, without_v=without_v):
+    for tensor in tensors_of(NAMES, layers):
         named[tensor.layer][tensor.name] = tensor
     return record, named
 
@@ -75,12 +72,3 @@ def test_packing_together_gives_the_bytes_of_packing_alone(dtype_name):
         factors = layers[tensor.layer].rotary if name == "keys" else layers[tensor.layer].plain
         alone = as_written(getattr(factors, side), factors.bits)
         assert torch.equal(to_torch(tensor), alone)
-
-
-def test_coefficients_come_without_v():
-    layers = random_patch(24, 5, "int8")
-    record, named = stored(layers, "c", without_v=True)
-    assert set(named[1]) == {"keys_u", "values_u"}
-    (found,) = LayerReader(NAMES, torch.device("cpu")).layers([record], 1, [named[1]])
-    assert isinstance(found, Coefficients)
-    torch.testing.assert_close(found.on(layers[1]).rotary.u, layers[1].rotary.u, rtol=1e-6, atol=0)

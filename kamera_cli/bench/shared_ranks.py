@@ -35,32 +35,26 @@ class SharedTensor:
         return self.u_bytes + -(-self.v_bytes // num_sets)
 
 
-def choose_shared(
-    tensors: Sequence[SharedTensor], allowed: Sequence[float], *, budget_bytes: int | None = None
-) -> list[tuple[int, ...]]:
-    """Ranks that leave no set without more than it is allowed to miss, in no more than a budget.
+def choose_shared(tensors: Sequence[SharedTensor], allowed: Sequence[float]) -> list[tuple[int, ...]]:
+    """Ranks that leave no set without more than it is allowed to miss.
 
     Parameters
     ----------
     allowed : sequence of float
         Per set, what may be missing over all tensors.
-    budget_bytes : int or None
-        Bytes for each set, `SharedTensor.share_bytes` of all its directions. One that no longer fits ends its tensor.
 
     Returns
     -------
     list of tuple of int
         Per set, a rank for each tensor; those of the first set are the ranks of V, which no other exceeds.
     """
-    most = _of_basis(tensors, allowed, budget_bytes)
+    most = _of_basis(tensors, allowed)
     chosen = [_of_set(tensors, index, limit, most) for index, limit in enumerate(allowed)]
     return [tuple(map(max, zip(*chosen, strict=True))), *chosen[1:]]
 
 
-def _of_basis(
-    tensors: Sequence[SharedTensor], allowed: Sequence[float], budget_bytes: int | None
-) -> list[int]:
-    """Ranks of V at which every set has what it needs, or the budget ends."""
+def _of_basis(tensors: Sequence[SharedTensor], allowed: Sequence[float]) -> list[int]:
+    """Ranks of V at which every set has what it needs."""
     num_sets = len(allowed)
     sizes = [tensor.share_bytes(num_sets) for tensor in tensors]
     sums = [[sum(at) for at in zip(*tensor.missing, strict=True)] for tensor in tensors]
@@ -69,18 +63,12 @@ def _of_basis(
         for index, curve in enumerate(sums)
         for gain, start, end in _steps(curve, len(curve) - 1)
     )
-    ranks, spent, ended = [0] * len(tensors), 0, set()
+    ranks = [0] * len(tensors)
     missing = [sum(tensor.missing[one][0] for tensor in tensors) for one in range(num_sets)]
     for _, index, start, end in steps:
         if all(lacks <= limit for lacks, limit in zip(missing, allowed, strict=True)):
             break
-        if index in ended:
-            continue
         for rank in range(start + 1, end + 1):
-            if budget_bytes is not None and spent + sizes[index] > budget_bytes:
-                ended.add(index)
-                break
-            spent += sizes[index]
             ranks[index] = rank
             for one, curve in enumerate(tensors[index].missing):
                 missing[one] += curve[rank] - curve[rank - 1]
