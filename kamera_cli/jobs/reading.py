@@ -54,7 +54,7 @@ def read_and_assemble(
     records : sequence of Record
         Chunks in prompt order.
     patches : sequence of sequence of Record
-        What the patch of each is made of: nothing, one patch, the basis and coefficients of an orbit, or pairs.
+        What the patch of each is made of: nothing, one patch, or pairs.
     rank : int or None
         Use only the first directions of each patch.
 
