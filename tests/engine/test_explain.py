@@ -35,7 +35,11 @@ def test_a_plan_that_is_not_the_one_that_runs(engine, reuse, chunks):
 
 PLANS = {
     "exact": (lambda engine: engine.compile_patches(["3", "1", "2"]), "auto", ["3", "1", "2"]),
-    "orbit": (lambda engine: engine.compile_patches(["1", "2", "3"], kind="orbit"), "auto", ["3", "1", "2"]),
+    "orbit": (
+        lambda engine: engine.compile_patches(["1", "2", "3"], kind="orbit"),
+        "patched",
+        ["3", "1", "2"],
+    ),
     "composed": (lambda engine: engine.compile_patches(kind="pair"), "patched", ["4", "2", "1", "3"]),
     "blind": (lambda engine: None, "blind", ["2", "1"]),
     "prefilled": (lambda engine: None, "none", ["2", "1"]),
