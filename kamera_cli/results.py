@@ -288,7 +288,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class QueryResult:
-    """Answer and receipt of ``Engine.query``."""
+    """Answer and receipt of ``Engine.query``.
+
+    ``remembered`` are numbers of chunks that stand no more in the window, of which others still hold what they took
+    in: a re-prefill of the window would not know it. 0 for one that was purged.
+    """
 
     question: str
     answer: str
@@ -311,6 +315,7 @@ class QueryResult:
     warnings: tuple[str, ...] = ()
     compare: Comparison | None = None
     placed: Placed | None = None
+    remembered: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from kamera_cli.results import (
 from kamera_cli.text import (
     WHY_NOT_WORDS,
     advice,
+    chunks_words,
     count,
     display,
     format_bytes,
@@ -185,6 +186,7 @@ def payload(result: QueryResult) -> dict[str, object]:
         },
         "why_not": {chunk.id: chunk.why_not for chunk in result.chunks if chunk.why_not is not None},
         "patches_kept": result.patches_kept,
+        "remembered": list(result.remembered),
         "placed": None if result.placed is None else dataclasses.asdict(result.placed),
         "warnings": result.warnings,
         "compare": None if result.compare is None else _compare_payload(result.compare),
@@ -261,6 +263,12 @@ def view(result: QueryResult) -> Iterable[RenderableType]:
     yield ""
     if result.placed is not None:
         yield placed_line(result.placed)
+    if result.remembered:
+        them = "it" if len(result.remembered) == 1 else "them"
+        yield (
+            f"{chunks_words(result.remembered)} left the window, but what the others took in from {them} is kept: "
+            "a re-prefill, as in --compare, would not know it"
+        )
     yield _first_token_line(result)
     stages = " · ".join(f"{name} {format_ms(getattr(result.stages, name))}" for name in STAGES)
     yield Text(f"  {stages}", style="dim")

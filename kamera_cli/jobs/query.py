@@ -23,7 +23,7 @@ from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan, Reuse
-from kamera_cli.results import ChunkReceipt, QueryResult, Stages
+from kamera_cli.results import ChunkReceipt, QueryResult, Stages, WindowView
 from kamera_cli.text import advice, chunks_words, compile_command, misses_words
 from kamera_cli.window import load_window, reconditioned, update_window
 from kamera_store.errors import DamagedError, MissingRecordError
@@ -145,9 +145,24 @@ def query(
         tpot_ms=tpot_ms,
         patches_kept=kept,
         placed=arranged.placed,
+        remembered=_remembered(view, found, chosen),
         warnings=_warnings(receipts, is_routed=runner.routes_tokens and not options.compare),
         compare=compared,
     )
+
+
+def _remembered(view: WindowView, found: Sequence[Found], chosen: Plan) -> tuple[int, ...]:
+    """Numbers of chunks that are not in the prompt, of which a patch restores what its chunk took in."""
+    present = {chunk.wanted.entry.chunk for chunk in found}
+    numbers = {entry.chunk: entry.number for entry in view.evicted}
+    absent = {
+        link.id
+        for chunk, action in zip(found, chosen.actions, strict=True)
+        if action.offer is not None
+        for link in chunk.wanted.antecedents or ()
+        if link.id not in present
+    }
+    return tuple(sorted(numbers.get(name, 0) for name in absent))
 
 
 def found_records(found: Sequence[Found]) -> list[Record]:
