@@ -40,7 +40,7 @@ def said(walk: Walk) -> str:
         name: f"{max(found)[0]:.2g} in {len(found)}, {len(walk.trouble.get(name, ()))} above"
         for name, found in walk.distances.items()
     }
-    return f"{dict(walk.done)} {dict(walk.used)} worst KL {worst}"
+    return f"{dict(walk.done)} {dict(walk.used)} worst KL {worst}, {len(walk.told)} above with a warning"
 
 
 def require_no_silent_difference(walk: Walk, *, told_share: float = 0.0) -> None:
