@@ -41,7 +41,7 @@ def draw(chart: Chart, path: Path) -> None:
         "ytick.color": _INK,
     }
     with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(figsize=(7.2, 4.2), dpi=150)
+        figure, axes = pyplot.subplots(figsize=(8.4 if chart.kind == "line" else 7.2, 4.2), dpi=150)
         try:
             {"line": _lines, "stack": _stack, "bars": _bars}[chart.kind](axes, chart)
             axes.set_title(chart.title, loc="left", fontsize=12, pad=12)
@@ -87,7 +87,7 @@ def _lines(axes, chart: Chart) -> None:
     axes.set_ylabel(chart.y_label)
     axes.grid(color=_FAINT, linewidth=0.7)
     if len(chart.series) + len(chart.levels) > 1:
-        axes.legend(fontsize=9, facecolor="white", edgecolor="none", framealpha=0.9)
+        axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _stack(axes, chart: Chart) -> None:

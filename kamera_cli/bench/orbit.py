@@ -20,7 +20,7 @@ from kamera_cli.bench.arrangement import Arrangement
 from kamera_cli.bench.episodes import Encoded, encoded_episodes, forced, group_of
 from kamera_cli.bench.forming import Learner
 from kamera_cli.bench.orbit_forming import ORBIT, Patches, Ways, arms_of, conditioned
-from kamera_cli.bench.results import SuiteResult, Table
+from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
 from kamera_cli.bench.shares import Share, mean, percentile
 from kamera_cli.engine import Engine
 from kamera_cli.generate import next_token_kl
@@ -92,7 +92,7 @@ def measure(
             }
     told = ", ".join(f"{size}!: {_share(data[f'of_{size}']['arms'][ORBIT]['two_hop'])}" for size in SIZES)
     sentence = f"two-hop answers with orbit patches {ways.described} over all orders, {told} %"
-    return SuiteResult("orbit", sentence, {**described, **data}, tuple(tables))
+    return SuiteResult("orbit", sentence, {**described, **data}, tuple(tables), (_chart(data),))
 
 
 def _episode(encoded: Encoded, ways: Ways, learner: Learner | None, arms: dict[str, _Arm]) -> int:
@@ -178,6 +178,30 @@ def _table(size: int, count: int, ways: Ways, measured: dict) -> Table:
     )
     columns = ("arm", ">two-hop", ">one-hop", ">mean KL", ">p95 KL", ">η", ">bytes")
     return Table(f"Every order of {size} chunks", columns, rows, notes)
+
+
+def _chart(data: dict) -> Chart:
+    arms = {size: data[f"of_{size}"]["arms"] for size in SIZES}
+    names = tuple(arms[SIZES[0]])
+    series = tuple(
+        Series(
+            f"every order of {size}",
+            tuple(range(len(names))),
+            tuple(100 * (arms[size][name]["two_hop"]["accuracy"] or 0.0) for name in names),
+        )
+        for size in SIZES
+    )
+    caption = "Two-hop answers in every order of the chunks."
+    labels = ", ".join(name.replace(",", ":") for name in names)
+    return Chart(
+        "orbit_answers",
+        "Two-hop answers in every order",
+        labels,
+        "exact match, %",
+        series,
+        caption,
+        kind="bars",
+    )
 
 
 def _share(found: dict) -> str:
