@@ -219,7 +219,8 @@ def test_orbit_asks_every_order_and_compares_ways_to_keep_it(settings: Settings,
         counts = {arm["two_hop"]["count"] for arm in arms.values()}
         assert len(counts) == 1 and counts.pop() % orders == 0
         assert arms["re-prefill"]["kl_max"] == 0.0
-        assert arms["orbit, shared V"]["kl_mean"] < 0.1 * arms["blind"]["kl_mean"]
-        assert arms["orbit, shared V"]["patch_bytes"] < 0.7 * arms["a V for each set"]["patch_bytes"]
+        assert arms["orbit, one per set"]["kl_mean"] < 0.1 * arms["blind"]["kl_mean"]
+        assert arms["one V for all sets"]["patch_bytes"] < 0.7 * arms["orbit, one per set"]["patch_bytes"]
+    assert [chart.name for chart in result.charts] == ["orbit_answers"]
     assert all(len(row) == len(table.columns) for table in result.tables for row in table.rows)
     json.dumps(strict_json(result.data), allow_nan=False)
