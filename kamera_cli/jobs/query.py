@@ -12,18 +12,19 @@ import torch
 
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.generate import Chooser, decode
-from kamera_cli.jobs.arranging import Found, arrange, check_request, full_rank
+from kamera_cli.jobs.arranging import Found, arrange, check_request
 from kamera_cli.jobs.common import ordered, refuse_other_model, require_context
 from kamera_cli.jobs.compare import compare
 from kamera_cli.jobs.firstuse import keep_patches
 from kamera_cli.jobs.observed import keep_worst
 from kamera_cli.jobs.reading import Reading, read_and_assemble
+from kamera_cli.jobs.receipts import receipts_of, remembered, warnings_of
 from kamera_cli.library import Library
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan, Reuse
-from kamera_cli.results import ChunkReceipt, QueryResult, Stages, WindowView
+from kamera_cli.results import QueryResult, Stages
 from kamera_cli.text import advice, chunks_words, compile_command, misses_words
 from kamera_cli.window import load_window, reconditioned, update_window
 from kamera_store.errors import DamagedError, MissingRecordError
@@ -122,7 +123,7 @@ def query(
         compared = compare(engine, records, question_ids, ready.logits, answer, options.max_new_tokens)
         if options.rank is None:
             keep_worst(engine, library, found, chosen, compared.kl)
-    receipts = _receipts(found, chosen, ready.reading, runner.preamble.positions.span, options.rank)
+    receipts = receipts_of(found, chosen, ready.reading, runner.preamble.positions.span, options.rank)
     num_chunk_tokens = sum(receipt.num_tokens for receipt in receipts)
     reused = 0 if chosen.fallback is not None else num_chunk_tokens
     return QueryResult(
@@ -145,24 +146,10 @@ def query(
         tpot_ms=tpot_ms,
         patches_kept=kept,
         placed=arranged.placed,
-        remembered=_remembered(view, found, chosen),
-        warnings=_warnings(receipts, is_routed=runner.routes_tokens and not options.compare),
+        remembered=remembered(view, found, chosen),
+        warnings=warnings_of(receipts, is_routed=runner.routes_tokens and not options.compare),
         compare=compared,
     )
-
-
-def _remembered(view: WindowView, found: Sequence[Found], chosen: Plan) -> tuple[int, ...]:
-    """Numbers of chunks that are not in the prompt, of which a patch restores what its chunk took in."""
-    present = {chunk.wanted.entry.chunk for chunk in found}
-    numbers = {entry.chunk: entry.number for entry in view.evicted}
-    absent = {
-        link.id
-        for chunk, action in zip(found, chosen.actions, strict=True)
-        if action.offer is not None
-        for link in chunk.wanted.antecedents or ()
-        if link.id not in present
-    }
-    return tuple(sorted(numbers.get(name, 0) for name in absent))
 
 
 def found_records(found: Sequence[Found]) -> list[Record]:
@@ -294,53 +281,3 @@ def _prefilled(engine: Engine, library: Library, found: Sequence[Found], questio
     stages = Stages(read=1e3 * (read - started), prefill=1e3 * (time.perf_counter() - read))
     reading = Reading(stages, *zip(*sizes, strict=True))
     return Ready(cache, logits, end, reading, tuple(segments), tuple(captured[1:-1]))
-
-
-def _receipts(
-    found: Sequence[Found], chosen: Plan, reading: Reading, start: int, rank: int | None
-) -> tuple[ChunkReceipt, ...]:
-    offset, receipts = start, []
-    for chunk, action, bytes_read, hot_bytes in zip(
-        found, chosen.actions, reading.bytes_read, reading.hot_bytes, strict=True
-    ):
-        parts, offer, entry = chunk.chosen(action), action.offer, chunk.wanted.entry
-        of_parts = full_rank(parts)
-        cut = of_parts is not None and rank is not None and rank < of_parts
-        receipts.append(
-            ChunkReceipt(
-                id=entry.chunk,
-                number=entry.number,
-                name=entry.name,
-                used=action.used,
-                num_tokens=entry.num_tokens,
-                position=offset,
-                patch=parts[-1].id if parts and action.used != "composed" else None,
-                rank=rank if cut else of_parts,
-                energy=None if offer is None or cut else offer.energy,
-                kl=None if offer is None or cut else offer.kl,
-                bytes_read=bytes_read,
-                hot_bytes=hot_bytes,
-                pairs=tuple(part.id for part in parts) if action.used == "composed" else (),
-                why_not=action.why_not,
-            )
-        )
-        offset += chunk.record.meta["span"]
-    return tuple(receipts)
-
-
-def _warnings(receipts: Sequence[ChunkReceipt], *, is_routed: bool) -> tuple[str, ...]:
-    """What a reader of the answer has to know: chunks that miss something, and a KL that may not carry over."""
-    found = []
-    blind = [receipt.number for receipt in receipts if receipt.used == "blind"]
-    if blind:
-        verb = "was" if len(blind) == 1 else "were"
-        found.append(
-            f"{chunks_words(blind)} {verb} reused without a patch: what was taken in from earlier chunks is missing"
-        )
-    if is_routed and any(receipt.kl is not None for receipt in receipts):
-        found.append(
-            "this model sends each token to a few of its experts, and a token between two of them can take the other "
-            "one: the KL in the receipt was measured on another question and may not hold for this one; "
-            "--compare measures it"
-        )
-    return tuple(found)
