@@ -117,10 +117,14 @@ def _check(sources: Sequence[str], options: IngestOptions) -> None:
 
 
 def _refuse_pushed_out(engine: Engine, kept: Sequence[Record]) -> None:
-    """Nothing pins a chunk before its window is written, so later sources may have pushed earlier ones out."""
-    if any(engine.store.get(record.key) is None for record in kept):
-        needed = sum({record.key: record.stored_bytes for record in kept}.values())
+    """Nothing pins a chunk before its window is written: later sources may have pushed earlier ones out, or another
+    process deleted them."""
+    if all(engine.store.get(record.key) is not None for record in kept):
+        return
+    needed = sum({record.key: record.stored_bytes for record in kept}.values())
+    if engine.store.quota_bytes is not None and needed > engine.store.quota_bytes:
         raise NoRoomError(needed, engine.store.quota_bytes, "quota, for all sources of one ingest")
+    raise NotFoundError("a chunk of this ingest was deleted from the store meanwhile; ingest again")
 
 
 def _refuse_other_model(engine: Engine, window: str, fingerprint: str) -> None:

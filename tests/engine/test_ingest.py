@@ -488,3 +488,21 @@ def test_an_estimate_that_forgets_what_a_backbone_keeps(open_engine, tmp_path, n
     planned = engine.ingest(sources, dry_run=True)
     written = engine.ingest(sources)
     assert [chunk.raw_bytes for chunk in planned.chunks] == [chunk.raw_bytes for chunk in written.chunks]
+
+
+def test_a_chunk_that_another_process_deletes_meanwhile_is_no_want_of_room(
+    open_engine, tmp_path, monkeypatch
+):
+    from kamera_cli.errors import NotFoundError
+    from kamera_cli.jobs import ingest as job
+
+    engine = open_engine("llama")
+    check = job._refuse_pushed_out
+
+    def deleted(engine, kept):
+        engine.store.delete([kept[0].key])
+        check(engine, kept)
+
+    monkeypatch.setattr(job, "_refuse_pushed_out", deleted)
+    with pytest.raises(NotFoundError, match="deleted from the store meanwhile"):
+        engine.ingest([write_passage(tmp_path / "a.txt", 12, 0)])
