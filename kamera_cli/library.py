@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from kamera_cli.factors import LayerReader, packing_of, require_known_factors, tensors_of
+from kamera_cli.factors import LayerReader, is_whole, packing_of, require_known_factors, tensors_of
 from kamera_cli.hot import HotCache, Part, Shelf, Version
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import ChunkInputs, Deepstack, Segment
@@ -149,7 +149,8 @@ class Library:
         return patch_identity(chunk=chunk, antecedents=antecedents, kind=kind, tenant=self.tenant)
 
     def find_patch(self, chunk: Identity, antecedents: Sequence[Identity], kind: str) -> Record | None:
-        """The stored patch for exactly this conditioning; a damaged one is a miss with a warning.
+        """The stored patch for exactly this conditioning; one without all its factors is a miss, a damaged one with a
+        warning.
 
         Raises
         ------
@@ -161,9 +162,10 @@ class Library:
         except DamagedError as error:
             warnings.warn(f"{error}; counted as a miss", DamagedRecordWarning, stacklevel=2)
             return None
-        if found is not None:
-            require_known_factors(found)
-        return found
+        if found is None:
+            return None
+        require_known_factors(found)
+        return found if is_whole(found) else None
 
     def put_patches(self, patches: Sequence[NewPatch]) -> list[Record]:
         """Write patches in one transaction, each in place of an older one for the same conditioning; their records."""

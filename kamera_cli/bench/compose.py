@@ -7,10 +7,8 @@ has so many antecedents, each chunk before it one less, and all of them stand on
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +20,7 @@ from kamera_cli.bench.compose_report import BLIND, COMPOSED, EXACT, MEAN, NO_GAI
 from kamera_cli.bench.episodes import forced, group_of, shuffled
 from kamera_cli.bench.results import SuiteResult
 from kamera_cli.bench.rivals import chosen
+from kamera_cli.bench.scratch import scratch_engine
 from kamera_cli.engine import Engine
 from kamera_cli.generate import next_token_kl
 from kamera_cli.jobs.pairs import gain_of
@@ -60,23 +59,20 @@ def measure(
     count = options.episodes or EPISODES
     rules = dict(RULES) if chosen(options.rivals) else {COMPOSED: RULES[COMPOSED]}
     arms = {name: Arm() for name in (REFERENCE, BLIND, EXACT, *rules)}
-    with tempfile.TemporaryDirectory(prefix="kamera-bench-") as folder:
-        work = Path(folder)
-        own = replace(settings, store=work / "store", quota_bytes=None, rehash=False)
-        with Engine(own) as engine:
-            started = time.perf_counter()
-            for index in range(count):
-                on_progress(Progress("composing", index, count, "episodes"))
-                _episode(engine, index, options.seed, rules, arms, work)
-            on_progress(Progress("composing", count, count, "episodes"))
-            described = {
-                "model": engine.checkpoint.label,
-                "fingerprint": engine.fingerprint,
-                "device": str(engine.runner.device),
-                "dtype": engine.dtype_name,
-                "num_episodes": count,
-                "seconds_per_episode": (time.perf_counter() - started) / count,
-            }
+    with scratch_engine(settings) as (engine, work):
+        started = time.perf_counter()
+        for index in range(count):
+            on_progress(Progress("composing", index, count, "episodes"))
+            _episode(engine, index, options.seed, rules, arms, work)
+        on_progress(Progress("composing", count, count, "episodes"))
+        described = {
+            "model": engine.checkpoint.label,
+            "fingerprint": engine.fingerprint,
+            "device": str(engine.runner.device),
+            "dtype": engine.dtype_name,
+            "num_episodes": count,
+            "seconds_per_episode": (time.perf_counter() - started) / count,
+        }
     return report(arms, [number for number in NUM_ANTECEDENTS if number in arms[REFERENCE].kl], described)
 
 

@@ -5,10 +5,7 @@ Also whether canonical KV is better captured behind the preamble or bare, on the
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +13,7 @@ import torch
 from kamera_cli.bench.deficit_report import CAPTURE_RANKS, Findings, report
 from kamera_cli.bench.episodes import Task, tasks
 from kamera_cli.bench.results import SuiteResult
-from kamera_cli.engine import Engine
+from kamera_cli.bench.scratch import scratch_engine
 from kamera_cli.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.scoring import score
@@ -43,22 +40,19 @@ def measure(
     """
     count = options.episodes or EPISODES
     found = Findings()
-    with tempfile.TemporaryDirectory(prefix="kamera-bench-") as folder:
-        work = Path(folder)
-        own = replace(settings, store=work / "store", quota_bytes=None, rehash=False)
-        with Engine(own, on_progress=on_progress) as engine:
-            runner = engine.runner
-            cuts = layer_cuts(runner.family.num_layers)
-            for done, task in enumerate(tasks(runner, count, options.seed, work)):
-                on_progress(Progress("looking at Δ", done, count, "episodes"))
-                _episode(task, cuts, found)
-            described = {
-                "model": engine.checkpoint.label,
-                "device": str(runner.device),
-                "dtype": engine.dtype_name,
-                "num_episodes": count,
-                "num_layers": runner.family.num_layers,
-            }
+    with scratch_engine(settings, on_progress) as (engine, work):
+        runner = engine.runner
+        cuts = layer_cuts(runner.family.num_layers)
+        for done, task in enumerate(tasks(runner, count, options.seed, work)):
+            on_progress(Progress("looking at Δ", done, count, "episodes"))
+            _episode(task, cuts, found)
+        described = {
+            "model": engine.checkpoint.label,
+            "device": str(runner.device),
+            "dtype": engine.dtype_name,
+            "num_episodes": count,
+            "num_layers": runner.family.num_layers,
+        }
     return report(found, cuts, described)
 
 

@@ -7,11 +7,8 @@ answer fed in, which is right exactly when greedy decoding gives the answer and 
 from __future__ import annotations
 
 import importlib
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kamera_cli.bench.episodes import GROUPS, Task, tasks
@@ -19,8 +16,8 @@ from kamera_cli.bench.fidelity_report import BLIND, COMPILED, REFERENCE, Arm, To
 from kamera_cli.bench.forming import Learner
 from kamera_cli.bench.results import SuiteResult
 from kamera_cli.bench.rivals import chosen
+from kamera_cli.bench.scratch import scratch_engine
 from kamera_cli.bench.sizes import of_factors, of_layer
-from kamera_cli.engine import Engine
 from kamera_cli.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.scoring import is_greedy_match, score
@@ -52,27 +49,24 @@ def measure(
     count = options.episodes or EPISODES
     arms: dict[str, Arm] = {}
     totals, learner = Totals(), Learner()
-    with tempfile.TemporaryDirectory(prefix="kamera-bench-") as folder:
-        work = Path(folder)
-        own = replace(settings, store=work / "store", quota_bytes=None, rehash=False)
-        with Engine(own, on_progress=on_progress) as engine:
-            runner = engine.runner
-            started = time.perf_counter()
-            for done, task in enumerate(tasks(runner, count, options.seed, work)):
-                on_progress(Progress("answering", done, count, "episodes"))
-                _episode(task, ranks, rivals, learner, arms, totals)
-            on_progress(Progress("answering", count, count, "episodes"))
-            seconds = time.perf_counter() - started
-            described = {
-                "model": engine.checkpoint.label,
-                "fingerprint": engine.fingerprint,
-                "device": str(runner.device),
-                "dtype": engine.dtype_name,
-                "attention": runner.loaded.attention,
-                "num_episodes": count,
-                "num_questions": {group: len(arms[REFERENCE].right[group]) for group in GROUPS},
-                "seconds_per_episode": seconds / count,
-            }
+    with scratch_engine(settings, on_progress) as (engine, work):
+        runner = engine.runner
+        started = time.perf_counter()
+        for done, task in enumerate(tasks(runner, count, options.seed, work)):
+            on_progress(Progress("answering", done, count, "episodes"))
+            _episode(task, ranks, rivals, learner, arms, totals)
+        on_progress(Progress("answering", count, count, "episodes"))
+        seconds = time.perf_counter() - started
+        described = {
+            "model": engine.checkpoint.label,
+            "fingerprint": engine.fingerprint,
+            "device": str(runner.device),
+            "dtype": engine.dtype_name,
+            "attention": runner.loaded.attention,
+            "num_episodes": count,
+            "num_questions": {group: len(arms[REFERENCE].right[group]) for group in GROUPS},
+            "seconds_per_episode": seconds / count,
+        }
     return report(arms, totals, ranks, described)
 
 

@@ -5,19 +5,17 @@ All arms answer the same questions over the same chunks in the same order; a chu
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kamera_cli.bench.episodes import GROUPS, Task, tasks
 from kamera_cli.bench.forming import Learner, Residual
 from kamera_cli.bench.memory_report import BLIND, REFERENCE, Arm, report
 from kamera_cli.bench.results import SuiteResult
+from kamera_cli.bench.scratch import scratch_engine
 from kamera_cli.bench.sizes import Size
-from kamera_cli.engine import Engine
 from kamera_cli.generate import next_token_kl
 from kamera_cli.jobs.patches import PatchOptions
 from kamera_cli.model.compat import DynamicCache
@@ -75,25 +73,22 @@ def measure(
         **arms_of(tuple(sorted(set(options.ranks))) or RANKS),
     }
     learner, kv = Learner(), Size()
-    with tempfile.TemporaryDirectory(prefix="kamera-bench-") as folder:
-        work = Path(folder)
-        own = replace(settings, store=work / "store", quota_bytes=None, rehash=False)
-        with Engine(own, on_progress=on_progress) as engine:
-            started = time.perf_counter()
-            for done, task in enumerate(tasks(engine.runner, count, options.seed, work)):
-                on_progress(Progress("answering", done, count, "episodes"))
-                kv += _episode(task, learner, arms)
-            on_progress(Progress("answering", count, count, "episodes"))
-            described = {
-                "model": engine.checkpoint.label,
-                "fingerprint": engine.fingerprint,
-                "device": str(engine.runner.device),
-                "dtype": engine.dtype_name,
-                "num_episodes": count,
-                "num_questions": {group: len(arms[REFERENCE].right[group]) for group in GROUPS},
-                "num_windows_learned_from": learner.num_windows,
-                "seconds_per_episode": (time.perf_counter() - started) / count,
-            }
+    with scratch_engine(settings, on_progress) as (engine, work):
+        started = time.perf_counter()
+        for done, task in enumerate(tasks(engine.runner, count, options.seed, work)):
+            on_progress(Progress("answering", done, count, "episodes"))
+            kv += _episode(task, learner, arms)
+        on_progress(Progress("answering", count, count, "episodes"))
+        described = {
+            "model": engine.checkpoint.label,
+            "fingerprint": engine.fingerprint,
+            "device": str(engine.runner.device),
+            "dtype": engine.dtype_name,
+            "num_episodes": count,
+            "num_questions": {group: len(arms[REFERENCE].right[group]) for group in GROUPS},
+            "num_windows_learned_from": learner.num_windows,
+            "seconds_per_episode": (time.perf_counter() - started) / count,
+        }
     return report(arms, kv, described)
 
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kamera_cli.bench.arrangement import Arrangement
@@ -21,8 +19,8 @@ from kamera_cli.bench.episodes import Encoded, encoded_episodes, forced, group_o
 from kamera_cli.bench.forming import Learner
 from kamera_cli.bench.orbit_forming import ORBIT, Patches, Ways, arms_of, conditioned
 from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
+from kamera_cli.bench.scratch import scratch_engine
 from kamera_cli.bench.shares import Share, mean, percentile
-from kamera_cli.engine import Engine
 from kamera_cli.generate import next_token_kl
 from kamera_cli.model.scoring import is_greedy_match, score
 from kamera_cli.operator.patch import AUTO_BITS
@@ -67,29 +65,27 @@ def measure(
     ways = Ways(max(options.ranks, default="auto"), with_rivals=options.rivals != ("none",))
     learner = Learner() if ways.rank == "auto" else None
     tables, data = [], {}
-    with tempfile.TemporaryDirectory(prefix="kamera-bench-") as folder:
-        own = replace(settings, store=Path(folder) / "store", quota_bytes=None, rehash=False)
-        with Engine(own, on_progress=on_progress) as engine:
-            for size in SIZES:
-                count = max(1, num_episodes * math.factorial(SIZES[0]) // math.factorial(size))
-                arms: dict[str, _Arm] = {}
-                kv_bytes = 0
-                started = time.perf_counter()
-                episodes = encoded_episodes(engine.runner, count, options.seed, Path(folder), num_chunks=size)
-                for done, encoded in enumerate(episodes):
-                    on_progress(Progress(f"orders of {size}", done, count, "episodes"))
-                    kv_bytes += _episode(encoded, ways, learner, arms)
-                seconds = (time.perf_counter() - started) / count
-                found = _data(arms, kv_bytes) | {"episodes": count, "seconds_per_episode": seconds}
-                tables.append(_table(size, count, ways, found))
-                data[f"of_{size}"] = found
-            described = {
-                "model": engine.checkpoint.label,
-                "device": str(engine.runner.device),
-                "rank": ways.rank,
-                "energy": ways.energy if ways.rank == "auto" else None,
-                "windows_learned_on": learner.num_windows if learner else 0,
-            }
+    with scratch_engine(settings, on_progress) as (engine, work):
+        for size in SIZES:
+            count = max(1, num_episodes * math.factorial(SIZES[0]) // math.factorial(size))
+            arms: dict[str, _Arm] = {}
+            kv_bytes = 0
+            started = time.perf_counter()
+            episodes = encoded_episodes(engine.runner, count, options.seed, work, num_chunks=size)
+            for done, encoded in enumerate(episodes):
+                on_progress(Progress(f"orders of {size}", done, count, "episodes"))
+                kv_bytes += _episode(encoded, ways, learner, arms)
+            seconds = (time.perf_counter() - started) / count
+            found = _data(arms, kv_bytes) | {"episodes": count, "seconds_per_episode": seconds}
+            tables.append(_table(size, count, ways, found))
+            data[f"of_{size}"] = found
+        described = {
+            "model": engine.checkpoint.label,
+            "device": str(engine.runner.device),
+            "rank": ways.rank,
+            "energy": ways.energy if ways.rank == "auto" else None,
+            "windows_learned_on": learner.num_windows if learner else 0,
+        }
     told = ", ".join(f"{size}!: {_share(data[f'of_{size}']['arms'][ORBIT]['two_hop'])}" for size in SIZES)
     sentence = f"two-hop answers with orbit patches {ways.described} over all orders, {told} %"
     return SuiteResult("orbit", sentence, {**described, **data}, tuple(tables), (_chart(data),))

@@ -6,17 +6,15 @@ in from it. Then it comes back at the end, conditioned on what now stands before
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kamera_cli.bench.arrangement import Arrangement
 from kamera_cli.bench.episodes import Encoded, encoded_episodes, forced, group_of, shuffled
 from kamera_cli.bench.forming import AS_COMPILED, Learner
 from kamera_cli.bench.results import SuiteResult
+from kamera_cli.bench.scratch import scratch_engine
 from kamera_cli.bench.slide_report import (
     GROUPS,
     LEFT_AS_BEFORE,
@@ -28,7 +26,6 @@ from kamera_cli.bench.slide_report import (
     Right,
     report,
 )
-from kamera_cli.engine import Engine
 from kamera_cli.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.scoring import is_greedy_match, score
@@ -58,22 +55,19 @@ def measure(
     right: Right = {}
     kls: Kls = {}
     learner = Learner()
-    with tempfile.TemporaryDirectory(prefix="kamera-bench-") as folder:
-        work = Path(folder)
-        own = replace(settings, store=work / "store", quota_bytes=None, rehash=False)
-        with Engine(own, on_progress=on_progress) as engine:
-            runner = engine.runner
-            started = time.perf_counter()
-            for done, encoded in enumerate(encoded_episodes(runner, count, options.seed, work)):
-                on_progress(Progress("sliding", done, count, "episodes"))
-                _episode(encoded, ranks, learner, right, kls)
-            described = {
-                "model": engine.checkpoint.label,
-                "device": str(runner.device),
-                "dtype": engine.dtype_name,
-                "num_episodes": count,
-                "seconds_per_episode": (time.perf_counter() - started) / count,
-            }
+    with scratch_engine(settings, on_progress) as (engine, work):
+        runner = engine.runner
+        started = time.perf_counter()
+        for done, encoded in enumerate(encoded_episodes(runner, count, options.seed, work)):
+            on_progress(Progress("sliding", done, count, "episodes"))
+            _episode(encoded, ranks, learner, right, kls)
+        described = {
+            "model": engine.checkpoint.label,
+            "device": str(runner.device),
+            "dtype": engine.dtype_name,
+            "num_episodes": count,
+            "seconds_per_episode": (time.perf_counter() - started) / count,
+        }
     return report(right, kls, described)
 
 
