@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from plain_model import greedy, next_logits, whole_prompt
 from tiny_models import write_noise_image, write_noise_video, write_passage
+
+if TYPE_CHECKING:
+    from kamera_cli.engine import Engine
+    from kamera_cli.tiny.world import Episode
 
 QUESTION = "which letter goes with the red circle?"
 NUM_NEW = 8
@@ -96,3 +101,22 @@ def content(store) -> dict[str, str]:
             proof.update(bytes(tensor.view()))
         found[record.id] = f"{record.kind} {proof.hexdigest()}"
     return found
+
+
+def write_cards(folder: Path, index: int) -> tuple[Path, Episode]:
+    """A card video that the embedded model understands: 3 to 6 chunks, by ``index``, and its questions."""
+    from kamera_cli.bench.cards import bench_episode, write_episode
+
+    found = bench_episode(index, 5)
+    write_episode(folder / "cards.mp4", found, 1)
+    return folder / "cards.mp4", found
+
+
+def open_on_cards(open_engine: Callable[..., Engine], path: Path) -> Engine:
+    """The embedded model, with the chunks of a card video in its window."""
+    from kamera_cli.bench.cards import CHUNK_SECONDS, FPS
+    from kamera_cli.tiny import model_path
+
+    engine = open_engine(model=str(model_path()))
+    engine.ingest([path], fps=FPS, chunk_seconds=CHUNK_SECONDS)
+    return engine

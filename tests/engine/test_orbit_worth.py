@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from engine_setups import open_on_cards, write_cards
 from tiny_models import write_passage
 
-from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, bench_episode, write_episode
 from kamera_cli.errors import UsageError
 from kamera_cli.jobs.sensitivity import LEAST_FELT, SENSITIVITY, layer_worth
 from kamera_cli.settings import DEFAULT_ENERGY
-from kamera_cli.tiny import model_path
 from kamera_store.kvstore import KVStore
 
 NUMBERS = ("1", "2", "3")
@@ -19,18 +18,13 @@ NUMBERS = ("1", "2", "3")
 
 @pytest.fixture(scope="module")
 def card_file(tmp_path_factory):
-    episode = bench_episode(0, 5)
-    path = tmp_path_factory.mktemp("cards") / "cards.mp4"
-    write_episode(path, episode, 1)
-    return path, episode
+    return write_cards(tmp_path_factory.mktemp("cards"), 0)
 
 
 @pytest.fixture
 def cards(open_engine, card_file):
     """An episode of three chunks before the embedded model."""
-    engine = open_engine(model=str(model_path()))
-    engine.ingest([card_file[0]], fps=FPS, chunk_seconds=CHUNK_SECONDS)
-    return engine
+    return open_on_cards(open_engine, card_file[0])
 
 
 def patches_of(engine):

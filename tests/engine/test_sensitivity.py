@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engine_setups import open_on_cards, write_cards
 
 from kamera_cli.errors import UsageError
 from kamera_cli.jobs import sensitivity
@@ -17,23 +18,13 @@ from kamera_store.tensors import to_bytes
 
 @pytest.fixture(scope="session")
 def card_file(tmp_path_factory):
-    from kamera_cli.bench.cards import bench_episode, write_episode
-
-    episode = bench_episode(2, 5)
-    path = tmp_path_factory.mktemp("cards") / "cards.mp4"
-    write_episode(path, episode, 1)
-    return path, episode
+    return write_cards(tmp_path_factory.mktemp("cards"), 2)
 
 
 @pytest.fixture
 def cards(open_engine, card_file):
     """An episode of five chunks before the embedded model."""
-    from kamera_cli.bench.cards import CHUNK_SECONDS, FPS
-    from kamera_cli.tiny import model_path
-
-    engine = open_engine(model=str(model_path()))
-    engine.ingest([card_file[0]], fps=FPS, chunk_seconds=CHUNK_SECONDS)
-    return engine
+    return open_on_cards(open_engine, card_file[0])
 
 
 def patches_of(engine):
