@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from kamera_cli.bench.arrangement import Arrangement
 from kamera_cli.bench.sizes import Size, of_factors, of_layer
 from kamera_cli.jobs.patches import PatchOptions
@@ -18,10 +16,9 @@ from kamera_cli.operator.patch import (
     Factors,
     LayerPatch,
     Precision,
+    absorbed,
     direction_bytes,
     directions,
-    is_rounding,
-    residual,
     truncated,
 )
 from kamera_cli.operator.ranks import Sensitivity, Spectrum, Worth, choose, parse_budget, worth
@@ -111,7 +108,7 @@ class Residual:
             for after, alone in zip(conditioned, canonical, strict=True)
             for pair in ((after.rotary, alone.rotary), (after.plain, alone.plain))
         ]
-        self._deltas = [_absorbed(*pair) for pair in pairs]
+        self._deltas = [absorbed(*pair) for pair in pairs]
         self._known = [directions(delta) for delta in self._deltas]
         self._kv_bytes = sum(alone.nbytes for _, alone in pairs)
         self._cut: dict[tuple[int, int, Precision], tuple[Factors, float, Size]] = {}
@@ -162,9 +159,3 @@ class Residual:
             factors, energy = truncated(self._deltas[index], self._known[index], rank, dtype)
             self._cut[key] = factors, energy, of_factors(factors)
         return self._cut[key]
-
-
-def _absorbed(after: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
-    """Δ (T, W), and zero where it is rounding."""
-    delta = residual(after, alone)
-    return torch.zeros_like(delta) if is_rounding(after, alone) else delta

@@ -10,11 +10,12 @@ import torch
 
 from kamera_cli.bench.shared_ranks import SharedTensor, choose_shared
 from kamera_cli.model.families.family import LayerKV
-from kamera_cli.operator.orbit import absorbed, tensors_of_sets
+from kamera_cli.operator.orbit import tensors_of_sets
 from kamera_cli.operator.patch import (
     MAX_AUTO_RANK,
     Factors,
     LayerPatch,
+    absorbed,
     directions,
     rounded,
     side_bytes,

@@ -28,7 +28,7 @@ from kamera_cli.model.inputs import Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.model.scoring import Forced, Place, logits_after, score
 from kamera_cli.operator.assemble import joined_positions, place
-from kamera_cli.operator.patch import is_rounding, residual
+from kamera_cli.operator.patch import absorbed
 from kamera_cli.operator.ranks import Sensitivity, Worth, worth
 from kamera_cli.results import Progress
 
@@ -225,7 +225,7 @@ def _energy(context: Context, layer: int, name: str) -> float:
     after, alone = (
         getattr(_joined(chunks, layer), name) for chunks in (context.conditioned, context.canonical)
     )
-    return 0.0 if is_rounding(after, alone) else float(residual(after, alone).square().sum())
+    return float(absorbed(after, alone).square().sum())
 
 
 def _joined(chunks: Sequence[list[LayerKV]], layer: int) -> LayerKV:

@@ -86,6 +86,12 @@ def is_rounding(after: torch.Tensor, alone: torch.Tensor) -> bool:
     return bool((residual(after, alone).abs() <= tolerance * largest).all())
 
 
+def absorbed(after: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
+    """Δ, (T, W) float32, as `residual`; zero where it is rounding."""
+    delta = residual(after, alone)
+    return torch.zeros_like(delta) if is_rounding(after, alone) else delta
+
+
 @dataclass(frozen=True)
 class Directions:
     """What Δ, a (T, W) matrix, spans, strongest first.

@@ -17,7 +17,7 @@ import torch
 
 from kamera_cli.errors import UsageError
 from kamera_cli.model.families.family import LayerKV
-from kamera_cli.operator.patch import LayerPatch, is_rounding, residual
+from kamera_cli.operator.patch import LayerPatch, absorbed
 from kamera_cli.operator.ranks import Worth
 
 ORBIT_LIMIT = 5
@@ -106,9 +106,3 @@ def tensors_of_sets(
     for layer, alone in enumerate(canonical):
         yield [chunk[layer].rotary for chunk in conditioned], alone.rotary
         yield [chunk[layer].plain for chunk in conditioned], alone.plain
-
-
-def absorbed(mean: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
-    """Δ, (T, W) float32; zero where it is the rounding of the dtype in which the model computed."""
-    delta = residual(mean, alone)
-    return torch.zeros_like(delta) if is_rounding(mean.to(alone.dtype), alone) else delta

@@ -107,8 +107,10 @@ def test_a_set_with_less_to_lose_keeps_fewer_coefficients():
 def test_rounding_of_half_precision_takes_no_directions():
     sets, canonical = made(3, dtype=torch.bfloat16)
     noisy = [
-        [LayerKV(kv.rotary.float() * (1 + 2e-3), kv.plain.float()) for kv in chunk[:1]] for chunk in sets
+        [LayerKV((kv.rotary.float() * (1 + 6e-3)).to(kv.rotary.dtype), kv.plain) for kv in chunk[:1]]
+        for chunk in sets
     ]
+    assert not torch.equal(noisy[0][0].rotary, canonical[0].rotary)
     patches = form_shared(noisy, canonical[:1], rank="auto", energy=0.99)
     assert [layer.rank for patch in patches for layer in patch] == [0, 0, 0]
 
