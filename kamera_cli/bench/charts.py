@@ -41,7 +41,7 @@ def draw(chart: Chart, path: Path) -> None:
         "ytick.color": _INK,
     }
     with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(figsize=(8.4 if chart.kind == "line" else 7.2, 4.2), dpi=150)
+        figure, axes = pyplot.subplots(figsize=(9.6 if chart.kind == "line" else 7.2, 4.2), dpi=150)
         try:
             {"line": _lines, "stack": _stack, "bars": _bars}[chart.kind](axes, chart)
             axes.set_title(chart.title, loc="left", fontsize=12, pad=12)
