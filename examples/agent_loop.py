@@ -17,8 +17,8 @@ from statistics import median
 import numpy as np
 
 from kamera_cli.engine import Engine
-from kamera_cli.generate import Chooser, decode
-from kamera_cli.jobs.compare import reopen
+from kamera_cli.model.generate import Chooser, decode
+from kamera_cli.query.compare import reopen
 from kamera_cli.live import Window
 from kamera_cli.model.inputs import ChunkInputs
 from kamera_cli.settings import Settings

@@ -27,8 +27,8 @@ from kamera_cli.commands.show import show
 from kamera_cli.commands.stats import stats
 from kamera_cli.commands.verify import verify
 from kamera_cli.errors import KameraError
-from kamera_cli.output import ClosedPipe, Output
-from kamera_cli.text import one_line
+from kamera_cli.output.printer import ClosedPipe, Output
+from kamera_cli.words import one_line
 
 FAILED, USAGE, NOT_FOUND, REFUSED, DAMAGED, NO_ROOM, INTERRUPTED, CLOSED_PIPE = 1, 2, 3, 4, 5, 6, 130, 141
 

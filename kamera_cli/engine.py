@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kamera_cli.errors import RefusedError, UsageError
-from kamera_cli.jobs import ingest as ingest_job
-from kamera_cli.jobs import moves
+from kamera_cli.ingest import sources as ingest_job
+from kamera_cli import evict as moves
 from kamera_cli.live import Window
 from kamera_cli.model.checkpoint import (
     Checkpoint,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kamera_cli.hot import HotCache
     from kamera_cli.library import Library
     from kamera_cli.model.runner import ModelRunner
-    from kamera_cli.selftest import SelfTest
+    from kamera_cli.model.self_test import SelfTest
 
 POSITIONS, SELFTEST, NO_GPU = "positions", "selftest", "no-gpu"
 """State spaces of the store: what position functions answered, which fingerprints passed the self-test, and on which
@@ -219,7 +219,7 @@ class Engine:
         RefusedError
             A check failed: the captured KV is not what this model's own cache holds.
         """
-        from kamera_cli.selftest import require, self_test
+        from kamera_cli.model.self_test import require, self_test
 
         if self.store.get_state(SELFTEST, self.fingerprint) is None:
             require(self_test(self.runner), self.checkpoint.label)
@@ -227,7 +227,7 @@ class Engine:
 
     def self_test(self) -> SelfTest:
         """Compare capture, relocation and positions with the model's own (``kamera models check``)."""
-        from kamera_cli.selftest import self_test
+        from kamera_cli.model.self_test import self_test
 
         return self_test(self.runner)
 
@@ -308,8 +308,8 @@ class Engine:
             Most bytes of each patch, a share of the KV that it serves (``3%``) or a size (``20KB``); with ``auto``. In
             an orbit this holds for each set: its own factors and its share of those that all sets of a chunk read.
         """
-        from kamera_cli.jobs import compiling
-        from kamera_cli.jobs.patches import PatchOptions
+        from kamera_cli.patches import compile as compiling
+        from kamera_cli.patches.request import PatchOptions
 
         if budget is not None:
             budget = str(budget)
@@ -364,7 +364,7 @@ class Engine:
         UsageError
             Empty window or question, or a prompt longer than the model's context.
         """
-        from kamera_cli.jobs import query
+        from kamera_cli.query import answer as query
 
         options = query.QueryOptions(
             reuse, compare, max_kl, require_hit, max_new_tokens, temperature, seed, rank, on_token, place
@@ -381,8 +381,8 @@ class Engine:
         place: bool = False,
     ) -> QueryPlan:
         """What a query with these options would use, and what it would read; nothing is read or run."""
-        from kamera_cli.jobs import arranging
-        from kamera_cli.jobs.common import refuse_other_model
+        from kamera_cli.query import arrange as arranging
+        from kamera_cli.arrangement import refuse_other_model
 
         arranging.check_request(reuse, max_kl, place)
         view = load_window(self.store, self.settings.tenant, window)
@@ -416,8 +416,8 @@ class Engine:
         whose patches name a recalled one are conditioned anew on what stands before them now, the cheapest first; asked
         again, a repair that was interrupted goes on.
         """
-        from kamera_cli.jobs import recalling
-        from kamera_cli.jobs import repair as repairing
+        from kamera_cli import recall as recalling
+        from kamera_cli import repair as repairing
 
         where = moves.position(at)
         done = repairing.standing(self, chunks, window, where) if repair else None

@@ -16,8 +16,8 @@ from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator.patch import Factors, LayerPatch
 from kamera_cli.operator.quantise import BITS, pack, row_bytes, unpack
 from kamera_store.errors import DamagedError
-from kamera_store.records import Record, TensorBytes
-from kamera_store.tensors import joined, to_bytes, to_torch
+from kamera_store.format.records import Record, TensorBytes
+from kamera_store.format.tensors import joined, to_bytes, to_torch
 
 FLOATS = ("float16", "bfloat16", "float32")
 """What factors that are no integers are stored in."""

@@ -39,7 +39,7 @@ def ingest(engine, family: str, folder: Path, **options) -> None:
 
 def model_inputs(engine, numbers: list[str]) -> list:
     """What the model sees of some chunks, made again from their sources."""
-    from kamera_cli.jobs.compare import reopen
+    from kamera_cli.query.compare import reopen
 
     chunks = {str(entry.number): entry for entry in engine.window().entries}
     records = [engine.store.get(bytes.fromhex(chunks[number].chunk)) for number in numbers]

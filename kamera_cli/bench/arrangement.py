@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from kamera_cli.jobs.patches import PatchOptions
+from kamera_cli.patches.request import PatchOptions
 from kamera_cli.model.compat import DynamicCache, fill_cache
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment

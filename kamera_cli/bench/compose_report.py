@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
 from kamera_cli.bench.shares import Share, mean, percentile
-from kamera_cli.text import format_number
+from kamera_cli.words import format_number
 
 REFERENCE, BLIND, EXACT = "re-prefill", "blind", "exact, one per order"
 COMPOSED, NO_GAIN, SUM, MEAN = "composed", "composed, gain 1", "sum of pairs", "mean of pairs"

@@ -14,7 +14,7 @@ from kamera_cli.bench.deficit_report import CAPTURE_RANKS, Findings, report
 from kamera_cli.bench.episodes import Task, tasks
 from kamera_cli.bench.results import SuiteResult
 from kamera_cli.bench.scratch import scratch_engine
-from kamera_cli.generate import next_token_kl
+from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.scoring import score
 from kamera_cli.operator.patch import residual

@@ -8,7 +8,7 @@ import torch
 
 from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
 from kamera_cli.bench.shares import mean
-from kamera_cli.text import format_number
+from kamera_cli.words import format_number
 
 CAPTURE_RANKS = (4, 16)
 ENERGIES = (0.9, 0.99)

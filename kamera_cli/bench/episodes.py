@@ -13,8 +13,8 @@ import torch
 from kamera_cli.bench.arrangement import Arrangement
 from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, MAX_CHUNKS, MIN_CHUNKS, bench_episode, write_episode
 from kamera_cli.errors import RefusedError
-from kamera_cli.jobs.encode import model_inputs
-from kamera_cli.jobs.ingest import IngestOptions
+from kamera_cli.ingest.encode import model_inputs
+from kamera_cli.ingest.sources import IngestOptions
 from kamera_cli.media.source import inspect
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment

@@ -18,7 +18,7 @@ from kamera_cli.bench.results import SuiteResult
 from kamera_cli.bench.rivals import chosen
 from kamera_cli.bench.scratch import scratch_engine
 from kamera_cli.bench.sizes import of_factors, of_layer
-from kamera_cli.generate import next_token_kl
+from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.scoring import is_greedy_match, score
 from kamera_cli.operator.patch import LayerPatch, residual

@@ -9,7 +9,7 @@ from kamera_cli.bench.forming import AS_COMPILED
 from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
 from kamera_cli.bench.rivals import SHARES
 from kamera_cli.bench.shares import Share, mean, percentile
-from kamera_cli.text import format_number
+from kamera_cli.words import format_number
 
 REFERENCE, BLIND = "re-prefill", "blind"
 COMPILED = f"patch, {AS_COMPILED}"

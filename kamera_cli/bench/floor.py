@@ -13,10 +13,10 @@ import torch
 from kamera_cli.bench.results import Table
 from kamera_cli.bench.timing import timed
 from kamera_cli.model.compat import decoder_of
-from kamera_cli.text import format_bytes, format_ms, format_number
-from kamera_store import codec
-from kamera_store.keys import checksum64
-from kamera_store.tensors import to_bytes
+from kamera_cli.words import format_bytes, format_ms, format_number
+from kamera_store.format import codec
+from kamera_store.format.keys import checksum64
+from kamera_store.format.tensors import to_bytes
 
 if TYPE_CHECKING:
     from kamera_cli.bench.ttft_points import Point

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from kamera_cli.bench.arrangement import Arrangement
 from kamera_cli.bench.sizes import Size, of_factors, of_layer
-from kamera_cli.jobs.patches import PatchOptions
-from kamera_cli.jobs.sensitivity import LEAST_FELT, MAX_TOKENS, MAX_TRIES, Context, Measured, measure
+from kamera_cli.patches.request import PatchOptions
+from kamera_cli.patches.worth import LEAST_FELT, MAX_TOKENS, MAX_TRIES, Context, Measured, measure
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator.patch import (
     MAX_AUTO_RANK,
@@ -29,7 +29,7 @@ AS_COMPILED = "as compile-patches forms them"
 
 class Learner:
     """What the layers are worth, from the windows it is shown: measured until something was felt, `MAX_TRIES` at most,
-    as `kamera_cli.jobs.sensitivity.layer_worth` does with the windows that are compiled.
+    as `kamera_cli.patches.worth.layer_worth` does with the windows that are compiled.
 
     Attributes
     ----------

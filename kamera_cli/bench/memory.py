@@ -16,8 +16,8 @@ from kamera_cli.bench.memory_report import BLIND, REFERENCE, Arm, report
 from kamera_cli.bench.results import SuiteResult
 from kamera_cli.bench.scratch import scratch_engine
 from kamera_cli.bench.sizes import Size
-from kamera_cli.generate import next_token_kl
-from kamera_cli.jobs.patches import PatchOptions
+from kamera_cli.model.generate import next_token_kl
+from kamera_cli.patches.request import PatchOptions
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.scoring import is_greedy_match, score
 from kamera_cli.results import Progress

@@ -11,10 +11,10 @@ from kamera_cli.bench.shares import Share, mean, percentile
 from kamera_cli.bench.sizes import Size
 from kamera_cli.operator.plan import AUTO_MAX_KL
 from kamera_cli.settings import DEFAULT_ENERGY
-from kamera_cli.text import format_number
+from kamera_cli.words import format_number
 
 if TYPE_CHECKING:
-    from kamera_cli.jobs.patches import PatchOptions
+    from kamera_cli.patches.request import PatchOptions
 
 REFERENCE, BLIND = "re-prefill", "blind"
 POINT = 0.01
@@ -30,7 +30,7 @@ class Arm:
     kind : str
         Arms of one kind differ in their setting alone and make one line of a chart.
     options : PatchOptions or None
-        What is asked of `kamera_cli.jobs.patches`; None for an arm without patches.
+        What is asked of `kamera_cli.patches.request`; None for an arm without patches.
     by_worth : bool
         Whether ranks go by what the layers are worth, as by default.
     kl : list of float

@@ -21,13 +21,13 @@ from kamera_cli.bench.orbit_forming import ORBIT, Patches, Ways, arms_of, condit
 from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
 from kamera_cli.bench.scratch import scratch_engine
 from kamera_cli.bench.shares import Share, mean, percentile
-from kamera_cli.generate import next_token_kl
+from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.scoring import is_greedy_match, score
 from kamera_cli.operator.patch import AUTO_BITS
 from kamera_cli.operator.quantise import row_bytes
 from kamera_cli.results import Progress
 from kamera_cli.settings import Settings
-from kamera_cli.text import format_number
+from kamera_cli.words import format_number
 
 if TYPE_CHECKING:
     from kamera_cli.bench import BenchOptions

@@ -9,7 +9,7 @@ from typing import Literal
 from kamera_cli.bench.episodes import Encoded
 from kamera_cli.bench.forming import AS_COMPILED
 from kamera_cli.bench.shared_orbit import form_shared
-from kamera_cli.jobs.patches import PatchOptions
+from kamera_cli.patches.request import PatchOptions
 from kamera_cli.model.compat import DynamicCache, shorten
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator.orbit import antecedent_sets, formed_orders, mean_kv
@@ -44,7 +44,7 @@ def conditioned(encoded: Encoded) -> dict[Chain, list[LayerKV]]:
     """KV of every chunk after every order of some of the others, position-free.
 
     Orders that start alike share the forwards of their start, and the chunk that stands first needs none: behind the
-    preamble its canonical KV is what a cold prefill gives (`kamera_cli.jobs.conditioned`).
+    preamble its canonical KV is what a cold prefill gives (`kamera_cli.patches.tree`).
     """
     runner, chunks = encoded.runner, range(len(encoded.segments))
     found: dict[Chain, list[LayerKV]] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kamera_cli.bench.charts import MISSING, can_draw, draw
 from kamera_cli.bench.results import BenchResult, Chart, SuiteResult, Table
-from kamera_cli.text import strict_json
+from kamera_cli.words import strict_json
 
 SCHEMA = "kamera.bench.v1"
 

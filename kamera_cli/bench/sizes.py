@@ -10,8 +10,8 @@ import torch
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator.patch import Factors
 from kamera_cli.operator.quantise import as_written
-from kamera_store import codec
-from kamera_store.tensors import to_bytes
+from kamera_store.format import codec
+from kamera_store.format.tensors import to_bytes
 
 
 @dataclass(frozen=True)

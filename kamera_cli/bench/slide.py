@@ -26,7 +26,7 @@ from kamera_cli.bench.slide_report import (
     Right,
     report,
 )
-from kamera_cli.generate import next_token_kl
+from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.scoring import is_greedy_match, score
 from kamera_cli.operator.ranks import Worth

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kamera_cli.bench.forming import AS_COMPILED
 from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
 from kamera_cli.bench.shares import Share, mean, percentile
-from kamera_cli.text import format_number
+from kamera_cli.words import format_number
 
 GROUPS = {
     "through": "two-hop through the chunk that left",

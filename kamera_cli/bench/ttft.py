@@ -24,7 +24,7 @@ from kamera_cli.bench.ttft_forming import Payback, measure_payback
 from kamera_cli.bench.ttft_points import STAGES, Point
 from kamera_cli.bench.ttft_report import report
 from kamera_cli.engine import Engine
-from kamera_cli.jobs.compare import reopen
+from kamera_cli.query.compare import reopen
 from kamera_cli.results import Progress, Stages
 from kamera_cli.settings import Settings
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from kamera_cli.bench import BenchOptions
-    from kamera_store.records import Record
+    from kamera_store.format.records import Record
 
 COUNTS = (1, 2, 4, 8, 16, 24)
 """Chunks per prompt; the one with `HEADLINE` chunks has more than 2,000 visual tokens."""

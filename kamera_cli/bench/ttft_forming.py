@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kamera_cli.bench.results import Table
 from kamera_cli.bench.timing import Samples, take_turns, timed
-from kamera_cli.text import format_ms
+from kamera_cli.words import format_ms
 
 if TYPE_CHECKING:
     from kamera_cli.engine import Engine

@@ -10,7 +10,7 @@ from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
 from kamera_cli.bench.ttft_forming import Payback, payback_table
 from kamera_cli.bench.ttft_points import ARMS, STAGES, Point, break_even
 from kamera_cli.results import CompileResult
-from kamera_cli.text import format_bytes, format_ms, format_number
+from kamera_cli.words import format_bytes, format_ms, format_number
 
 
 def report(

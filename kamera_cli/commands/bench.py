@@ -12,7 +12,7 @@ from kamera_cli.bench import SUITES, BenchOptions, BenchResult, run
 from kamera_cli.bench.rivals import RIVALS
 from kamera_cli.commands.session import Session, command
 from kamera_cli.errors import UsageError
-from kamera_cli.text import count, display, table
+from kamera_cli.words import count, display, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

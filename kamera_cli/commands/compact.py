@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from kamera_cli.commands.session import Session, command
-from kamera_cli.text import format_bytes
+from kamera_cli.words import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

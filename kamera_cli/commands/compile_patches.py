@@ -12,7 +12,7 @@ from kamera_cli.commands.session import ChunksArgument, Session, WindowOption, c
 from kamera_cli.errors import UsageError
 from kamera_cli.results import CompileResult, FormedPatch, ReplacedPatch
 from kamera_cli.settings import DEFAULT_ENERGY
-from kamera_cli.text import (
+from kamera_cli.words import (
     brief_numbers,
     count,
     display,

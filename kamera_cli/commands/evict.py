@@ -21,7 +21,7 @@ from kamera_cli.commands.session import (
 )
 from kamera_cli.errors import UsageError
 from kamera_cli.results import EvictResult
-from kamera_cli.text import count, display, format_bytes
+from kamera_cli.words import count, display, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from kamera_cli.commands.session import Session
 from kamera_cli.settings import parse_bytes, parse_duration_s
-from kamera_cli.text import count, format_bytes, format_ms, short_id, table
+from kamera_cli.words import count, format_bytes, format_ms, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from kamera_store import KVStore
-    from kamera_store.eviction import Eviction, EvictionPlan
+    from kamera_store.evict_plan import Eviction, EvictionPlan
 
 Names = Mapping[str, str | None]
 """Name of a media unit by its id."""

@@ -12,7 +12,7 @@ from kamera_cli.commands.session import Session, WindowOption, command
 from kamera_cli.errors import KameraError, PartialFailure, UsageError
 from kamera_cli.results import IngestedChunk, IngestedSource, IngestResult, SourceFailure
 from kamera_cli.settings import checked_name
-from kamera_cli.text import count, display, format_bytes, format_ms, short_id, table
+from kamera_cli.words import count, display, format_bytes, format_ms, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

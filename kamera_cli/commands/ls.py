@@ -10,7 +10,7 @@ import typer
 
 from kamera_cli.commands.session import Session, command
 from kamera_cli.results import WindowEntry, WindowView
-from kamera_cli.text import brief_numbers, count, display, format_bytes, short_id, table
+from kamera_cli.words import brief_numbers, count, display, format_bytes, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

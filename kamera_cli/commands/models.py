@@ -10,7 +10,7 @@ import typer
 
 from kamera_cli.commands.session import EPILOG, Session, command
 from kamera_cli.errors import RefusedError
-from kamera_cli.text import count, display, table
+from kamera_cli.words import count, display, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -19,7 +19,7 @@ from kamera_cli.results import (
     QueryResult,
     Stages,
 )
-from kamera_cli.text import (
+from kamera_cli.words import (
     WHY_NOT_WORDS,
     advice,
     chunks_words,

@@ -10,7 +10,7 @@ import typer
 from kamera_cli.commands.session import ChunksArgument, Session, WindowOption, command
 from kamera_cli.errors import UsageError
 from kamera_cli.results import RecallResult, WindowEntry, WindowView
-from kamera_cli.text import count, display, format_ms, short_id, table
+from kamera_cli.words import count, display, format_ms, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

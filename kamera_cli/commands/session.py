@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kamera_cli.errors import KameraError, NotFoundError, UsageError
-from kamera_cli.output import Output
+from kamera_cli.output.printer import Output
 from kamera_cli.settings import Attention, Device, Dtype, Settings, checked_name
-from kamera_cli.text import format_bytes
+from kamera_cli.words import format_bytes
 
 if TYPE_CHECKING:
     from kamera_cli.engine import Engine

@@ -9,7 +9,7 @@ import typer
 
 from kamera_cli.commands.session import Session, WindowOption, command
 from kamera_cli.errors import NotFoundError, UsageError
-from kamera_cli.text import brief_numbers, display, format_bytes, short_id, table
+from kamera_cli.words import brief_numbers, display, format_bytes, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

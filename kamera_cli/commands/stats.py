@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kamera_cli.commands.session import Session, command, store_line
-from kamera_cli.text import count, display, format_bytes, table
+from kamera_cli.words import count, display, format_bytes, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

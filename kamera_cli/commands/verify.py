@@ -10,7 +10,7 @@ import typer
 from kamera_cli.commands.session import DryRunOption, Session, command
 from kamera_cli.errors import KameraError, UsageError
 from kamera_cli.results import Progress
-from kamera_cli.text import count, display, format_bytes, short_id, table
+from kamera_cli.words import count, display, format_bytes, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,7 +63,7 @@ def rescue_to(session: Session, target: str) -> None:
     DamageFound
         If entries were lost.
     """
-    from kamera_store import salvage
+    from kamera_store import rescue as salvage
 
     session.require_store()
     with session.output.working() as on_progress:

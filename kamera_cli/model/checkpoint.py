@@ -25,7 +25,7 @@ from kamera_cli.model.weights import (
     weight_files,
 )
 from kamera_cli.tiny import model_path
-from kamera_store.keys import file_sha256, fingerprint_digest
+from kamera_store.format.keys import file_sha256, fingerprint_digest
 
 if TYPE_CHECKING:
     from kamera_store.kvstore import KVStore

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kamera_cli.errors import RefusedError
-from kamera_store.keys import file_sha256
+from kamera_store.format.keys import file_sha256
 
 FLAG = "--trust-remote-code"
 _FILES = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kamera_cli.model.compat import rope_index, steps_apart
-from kamera_store.keys import fingerprint_digest
+from kamera_store.format.keys import fingerprint_digest
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,18 @@ from typing import Any
 
 _HOMES = {
     "kvstore": ("KVStore",),
-    "keys": (
+    "format.keys": (
         "Identity", "bytes_digest", "chunk_identity", "encode", "file_sha256",
         "fingerprint_digest", "identity",
         "patch_identity", "source_identity", "tensor_field", "text_digest",
     ),
-    "records": ("Record", "TensorBytes", "TensorInfo"),
+    "format.records": ("Record", "TensorBytes", "TensorInfo"),
     "states": ("State",),
     "stats": ("Share", "Stats"),
-    "eviction": ("Eviction", "EvictionPlan", "UnitUsage"),
-    "compaction": ("CompactReport",),
-    "integrity": ("Damage", "VerifyReport"),
-    "salvage": ("SalvageReport", "salvage"),
+    "evict_plan": ("Eviction", "EvictionPlan", "UnitUsage"),
+    "compact": ("CompactReport",),
+    "verify": ("Damage", "VerifyReport"),
+    "rescue": ("SalvageReport", "salvage"),
     "errors": (
         "ConflictError", "DamagedError", "DamagedRecordWarning", "FormatVersionError", "IdentityWarning",
         "KameraStoreError", "MissingRecordError", "NoRoomError", "NotAKameraEntryError", "NotAStoreError",

@@ -13,23 +13,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import deletion, eviction, ledger, lookup, room, sharing, states
-from .environment import Environment
-from .errors import ReadOnlyError
-from .eviction import EvictionPlan
-from .header import header_checksum
-from .keys import Identity
-from .records import Record, TensorBytes, TensorInfo
-from .states import State
-from .stats import Stats, gather
-from .transaction import Transaction
+from kamera_store import delete as deletion
+from kamera_store import evict_plan as eviction
+from kamera_store.lmdb import process_registry as sharing
+from kamera_store import (ledger, lookup, room, states)
+from kamera_store.lmdb.environment import Environment
+from kamera_store.errors import ReadOnlyError
+from kamera_store.evict_plan import EvictionPlan
+from kamera_store.format.header import header_checksum
+from kamera_store.format.keys import Identity
+from kamera_store.format.records import Record, TensorBytes, TensorInfo
+from kamera_store.states import State
+from kamera_store.stats import Stats, gather
+from kamera_store.lmdb.transaction import Transaction
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from .compaction import CompactReport
-    from .integrity import VerifyReport
-    from .payload import FetchedLayer
+    from kamera_store.compact import CompactReport
+    from kamera_store.verify import VerifyReport
+    from kamera_store.format.payload import FetchedLayer
 
 
 class KVStore:
@@ -183,7 +186,7 @@ class KVStore:
             If quota or disk have no room even after evicting what may go.
         ReadOnlyError, ValueError, UnsupportedDtypeError
         """
-        from . import writing
+        from kamera_store import write as writing
 
         item = {
             "identity": identity, "tenant": tenant, "unit": unit, "meta": meta, "tensors": tensors,
@@ -204,7 +207,7 @@ class KVStore:
         NoRoomError
             As `put`; the records before it then stay.
         """
-        from . import writing
+        from kamera_store import write as writing
 
         writing.put_all(self, items, replace=replace)
 
@@ -293,7 +296,7 @@ class KVStore:
         MissingRecordError
             If the record was evicted meanwhile.
         """
-        from . import payload
+        from kamera_store.format import payload
 
         with self._env.read() as txn:
             now = payload.current(txn, record)
@@ -304,7 +307,7 @@ class KVStore:
 
     def read_layer(self, record: Record, layer: int) -> dict[str, TensorBytes]:
         """All tensors of one layer by name; checks and errors as in `read`."""
-        from . import payload
+        from kamera_store.format import payload
 
         with self._env.read() as txn:
             now = payload.current(txn, record)
@@ -317,7 +320,7 @@ class KVStore:
 
         Reading and decompressing can so be timed apart, and overlap between layers. Errors as in `read`.
         """
-        from . import payload
+        from kamera_store.format import payload
 
         with self._env.read() as txn:
             layers = [payload.fetch_layer(txn, record, layer) for record in records]
@@ -441,12 +444,12 @@ class KVStore:
         self, *, on_progress: Callable[[int, int], None] | None = None, quarantine: bool = True
     ) -> VerifyReport:
         """Check every stored byte; see `integrity.verify`."""
-        from .integrity import verify
+        from kamera_store.verify import verify
 
         return verify(self, on_progress=on_progress, quarantine=quarantine)
 
     def compact(self) -> CompactReport:
         """Give freed pages back to the file system; see `compaction.compact`."""
-        from .compaction import compact
+        from kamera_store.compact import compact
 
         return compact(self._env)

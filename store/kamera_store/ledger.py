@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from .errors import DamagedError, DamagedRecordWarning, FormatVersionError, UnsupportedDtypeError
-from .header import decode_header
-from .records import Record
-from .rows import close_row, open_row
-from .segments import stored_bytes
-from .transaction import Transaction
+from kamera_store.errors import DamagedError, DamagedRecordWarning, FormatVersionError, UnsupportedDtypeError
+from kamera_store.format.header import decode_header
+from kamera_store.format.records import Record
+from kamera_store.format.rows import close_row, open_row
+from kamera_store.format.segments import stored_bytes
+from kamera_store.lmdb.transaction import Transaction
 
 CHUNK, ANTECEDENT = b"c", b"a"
 _NUMBERS = struct.Struct("<dddQQ16sBBHH")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 
-from . import ledger
-from .environment import Environment
-from .errors import (
+from kamera_store import ledger
+from kamera_store.lmdb.environment import Environment
+from kamera_store.errors import (
     DamagedError,
     DamagedRecordWarning,
     FormatVersionError,
     IdentityWarning,
     UnsupportedDtypeError,
 )
-from .header import decode_header
-from .keys import Identity
-from .records import Record
-from .transaction import Transaction
+from kamera_store.format.header import decode_header
+from kamera_store.format.keys import Identity
+from kamera_store.format.records import Record
+from kamera_store.lmdb.transaction import Transaction
 
 _BATCH = 256
 _UNREADABLE = (DamagedError, FormatVersionError, UnsupportedDtypeError)

@@ -6,15 +6,17 @@ import shutil
 import time
 from typing import TYPE_CHECKING
 
-from . import eviction, ledger, rows, states
-from .errors import NoRoomError
-from .eviction import EvictionPlan
-from .segments import needed_bytes
-from .transaction import Transaction
+from kamera_store import evict_plan as eviction
+from kamera_store.format import rows
+from kamera_store import ledger, states
+from kamera_store.errors import NoRoomError
+from kamera_store.evict_plan import EvictionPlan
+from kamera_store.format.segments import needed_bytes
+from kamera_store.lmdb.transaction import Transaction
 
 if TYPE_CHECKING:
-    from .environment import Environment
-    from .payload import Prepared
+    from kamera_store.lmdb.environment import Environment
+    from kamera_store.format.payload import Prepared
 
 DEFAULT_QUOTA_BYTES = 20 << 30
 MIN_QUOTA_BYTES = 1 << 20

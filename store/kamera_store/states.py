@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .errors import ConflictError, DamagedError
-from .rows import close_row, open_row
-from .strict import parse_json, strict_json
-from .transaction import Transaction
+from kamera_store.errors import ConflictError, DamagedError
+from kamera_store.format.rows import close_row, open_row
+from kamera_store.format.strict import parse_json, strict_json
+from kamera_store.lmdb.transaction import Transaction
 
 _VERSION = struct.Struct("<Q")
 _MAX_KEY_BYTES = 500

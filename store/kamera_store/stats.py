@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from . import eviction, ledger
-from .transaction import Transaction
+from kamera_store import evict_plan as eviction
+from kamera_store import ledger
+from kamera_store.lmdb.transaction import Transaction
 
 
 @dataclass(frozen=True)

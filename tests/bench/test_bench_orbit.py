@@ -13,7 +13,7 @@ from kamera_cli.bench.episodes import encoded_episodes
 from kamera_cli.bench.orbit_forming import EXACT, ORBIT, conditioned
 from kamera_cli.engine import Engine
 from kamera_cli.settings import DEFAULT_ENERGY, Settings
-from kamera_cli.text import strict_json
+from kamera_cli.words import strict_json
 
 
 def quiet(_step: object) -> None:

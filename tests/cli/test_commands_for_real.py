@@ -15,7 +15,7 @@ from cli_fakes import Ran
 from PIL import Image
 
 from kamera_cli.app import run
-from kamera_cli.text import strict_json
+from kamera_cli.words import strict_json
 
 Cli = Callable[..., Ran]
 CPU = ("--device", "cpu")

@@ -99,7 +99,7 @@ def test_no_color_is_honoured_on_a_terminal() -> None:
 def test_many_files_do_not_fill_the_terminal_with_bars() -> None:
     from io import StringIO
 
-    from kamera_cli.progress import MAX_BARS, Bars
+    from kamera_cli.output.progress import MAX_BARS, Bars
     from kamera_cli.results import Progress
 
     with Bars(StringIO()) as bars:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kamera_cli.text import display, format_bytes, format_ms, format_number, one_line, strict_json
+from kamera_cli.words import display, format_bytes, format_ms, format_number, one_line, strict_json
 
 
 def test_json_never_holds_nan_infinity_or_bad_utf8() -> None:

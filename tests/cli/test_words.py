@@ -19,7 +19,7 @@ from kamera_cli.results import (
     WhyNot,
     WindowView,
 )
-from kamera_cli.text import WHY_NOT_WORDS, advice, brief_numbers, chunks_words, compile_command, misses_words
+from kamera_cli.words import WHY_NOT_WORDS, advice, brief_numbers, chunks_words, compile_command, misses_words
 
 Cli = Callable[..., Ran]
 CODES = re.compile(r"\b(no_patch|max_kl|low_energy|other_\w+)\b")

@@ -27,7 +27,7 @@ def start(job: str, store: Path, model: Path, source: Path) -> tuple[BaseProcess
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["kamera_cli.model.runner", "kamera_cli.jobs.encode", "kamera_cli.jobs.query"]
+        ["kamera_cli.model.runner", "kamera_cli.ingest.encode", "kamera_cli.query.answer"]
     )
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(job, store, model, source, theirs), daemon=True)

@@ -11,11 +11,11 @@ from tiny_models import write_noise_image, write_noise_video, write_passage
 
 from kamera_cli.engine import Engine
 from kamera_cli.errors import NotFoundError, UsageError
-from kamera_cli.jobs.branching import branches
-from kamera_cli.jobs.conditioned import conditioned, each_conditioned, starts_cold
+from kamera_cli.patches.branches import branches
+from kamera_cli.patches.tree import conditioned, each_conditioned, starts_cold
 from kamera_cli.library import identity_of
 from kamera_cli.settings import Settings
-from kamera_store.keys import Identity
+from kamera_store.format.keys import Identity
 
 RELATIVE = 2e-5
 """Of the largest value of a tensor: what fp32 sums in another order may differ by."""
@@ -101,7 +101,7 @@ def test_each_node_of_the_tree_is_prefilled_once_and_the_first_chunk_never(engin
 
 
 def test_only_the_caches_of_one_path_are_alive(engine, monkeypatch):
-    import kamera_cli.jobs.conditioned as module
+    import kamera_cli.patches.tree as module
 
     lengths = []
     shorten = module.shorten

@@ -219,7 +219,7 @@ def test_a_chunk_that_is_gone_from_the_store_is_named_with_what_to_do(open_engin
 def test_a_patch_evicted_between_plan_and_read_costs_a_prefill_and_no_answer(
     open_engine, filled, monkeypatch
 ):
-    from kamera_cli.jobs import query
+    from kamera_cli.query import answer as query
 
     _, patches, expected = filled
     engine = open_engine("qwen2_5_vl", warnings=[])

@@ -8,9 +8,9 @@ import pytest
 from engine_setups import QUESTION, ingest
 
 from kamera_cli.errors import RefusedError, UnknownFactorsError
-from kamera_cli.jobs.formed import refused_lines
+from kamera_cli.patches.report import refused_lines
 from kamera_cli.results import CompileResult, ComposedBound, FormedPatch
-from kamera_store.keys import Identity
+from kamera_store.format.keys import Identity
 
 
 @pytest.fixture

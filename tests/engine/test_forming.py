@@ -9,9 +9,9 @@ from test_conditioned import links, media_sources
 from tiny_backbones import BACKBONES, save_backbone
 
 from kamera_cli.engine import Engine
-from kamera_cli.generate import next_token_kl
-from kamera_cli.jobs.forming import form_chains
-from kamera_cli.jobs.patches import PatchOptions
+from kamera_cli.model.generate import next_token_kl
+from kamera_cli.patches.form import form_chains
+from kamera_cli.patches.request import PatchOptions
 from kamera_cli.model import scoring
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.settings import Settings
@@ -136,7 +136,7 @@ def test_the_cost_in_prefills_is_told_where_a_prefill_was_timed_and_only_there(e
 
 
 def test_a_chain_much_longer_than_its_first_chunk_is_prefilled_at_once(engine, monkeypatch):
-    import kamera_cli.jobs.conditioned as module
+    import kamera_cli.patches.tree as module
 
     a, b, c = links(engine)
     warm = module.conditioned(engine, [(a, b, c)])

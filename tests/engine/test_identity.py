@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_models import write_noise_image, write_noise_video, write_passage
 
 from kamera_cli.errors import KameraError, RefusedError
-from kamera_store import keys
+from kamera_store.format import keys
 from kamera_store.errors import IdentityWarning
 
 

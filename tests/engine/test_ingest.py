@@ -355,7 +355,7 @@ def test_a_still_clip_is_one_chunk_and_the_repeat_is_said(open_engine, tmp_path)
 
 
 def test_the_self_test_runs_once_and_stops_a_model_that_fails_it(open_engine, tmp_path, monkeypatch):
-    from kamera_cli import selftest
+    from kamera_cli.model import self_test as selftest
     from kamera_cli.errors import RefusedError
     from kamera_cli.model.families.gqa import GQA
 
@@ -401,7 +401,7 @@ def test_pictures_of_any_size_take_a_whole_grid(open_engine, tmp_path, size):
 
 
 def test_a_clip_kept_in_part_is_still_damaged_the_next_time(open_engine, clip, monkeypatch):
-    from kamera_cli.jobs import encode
+    from kamera_cli.ingest import encode
 
     whole = encode.chunks
 
@@ -494,7 +494,7 @@ def test_a_chunk_that_another_process_deletes_meanwhile_is_no_want_of_room(
     open_engine, tmp_path, monkeypatch
 ):
     from kamera_cli.errors import NotFoundError
-    from kamera_cli.jobs import ingest as job
+    from kamera_cli.ingest import sources as job
 
     engine = open_engine("llama")
     check = job._refuse_pushed_out

@@ -12,7 +12,7 @@ from tiny_models import write_passage
 
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.hot import HotCache, Version, tensor_bytes
-from kamera_cli.jobs.reading import read_and_assemble
+from kamera_cli.query.read import read_and_assemble
 from kamera_store.errors import MissingRecordError
 
 ROOMY = 64 << 20

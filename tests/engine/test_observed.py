@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from engine_setups import QUESTION, ingest
 
-import kamera_cli.jobs.query as jobs_query
-from kamera_cli.jobs.compare import compare
-from kamera_cli.jobs.firstuse import FINEST_ENERGY
+import kamera_cli.query.answer as jobs_query
+from kamera_cli.query.compare import compare
+from kamera_cli.query.first_use import FINEST_ENERGY
 
 OTHERS = ["number seven: what letter goes with it?", "tell me which shape is paired with letter k.", "who?"]
 ORDER = ["2", "3", "1"]

@@ -12,8 +12,8 @@ from tiny_backbones import save_backbone
 from tiny_models import write_passage
 
 from kamera_cli.errors import UsageError
-from kamera_cli.jobs.formed import refused_lines
-from kamera_store.keys import Identity
+from kamera_cli.patches.report import refused_lines
+from kamera_store.format.keys import Identity
 
 
 @pytest.fixture(params=["qwen3", "deepseek_v3"])

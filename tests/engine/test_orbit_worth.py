@@ -9,7 +9,7 @@ from engine_setups import open_on_cards, write_cards
 from tiny_models import write_passage
 
 from kamera_cli.errors import UsageError
-from kamera_cli.jobs.sensitivity import LEAST_FELT, SENSITIVITY, layer_worth
+from kamera_cli.patches.worth import LEAST_FELT, SENSITIVITY, layer_worth
 from kamera_cli.settings import DEFAULT_ENERGY
 from kamera_store.kvstore import KVStore
 

@@ -61,7 +61,7 @@ def test_a_chunk_whose_patches_do_not_name_the_recalled_one_is_left_alone(engine
 
 
 def test_an_interrupted_repair_goes_on_when_it_is_asked_for_again(engine, monkeypatch):
-    from kamera_cli.jobs import repair as repairing
+    from kamera_cli import repair as repairing
 
     def stopped(*_arguments):
         raise KeyboardInterrupt

@@ -7,13 +7,13 @@ import torch
 from engine_setups import open_on_cards, write_cards
 
 from kamera_cli.errors import UsageError
-from kamera_cli.jobs import sensitivity
-from kamera_cli.jobs.sensitivity import LEAST_FELT, MAX_TRIES, SENSITIVITY, Context, layer_worth, measure
+from kamera_cli.patches import worth as sensitivity
+from kamera_cli.patches.worth import LEAST_FELT, MAX_TRIES, SENSITIVITY, Context, layer_worth, measure
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator.plan import AUTO_MAX_KL, AUTO_MIN_ENERGY
 from kamera_cli.operator.ranks import proven_energy
 from kamera_store.errors import DamagedError
-from kamera_store.tensors import to_bytes
+from kamera_store.format.tensors import to_bytes
 
 
 @pytest.fixture(scope="session")
@@ -114,7 +114,7 @@ def test_the_measured_kl_is_that_of_the_tensor_that_was_changed(family, tmp_path
     from tiny_backbones import save_backbone
     from tiny_models import write_passage
 
-    from kamera_cli.generate import next_token_kl
+    from kamera_cli.model.generate import next_token_kl
     from kamera_cli.operator.assemble import joined_positions, place
 
     engine = open_engine(model=str(save_backbone(family, tmp_path / "model")))
@@ -168,7 +168,7 @@ def test_half_precision_patches_written_before_integers_are_still_read(cards):
         for name, factors in zip(cards.library.names, (patch.rotary, patch.plain), strict=True)
         for side in "uv"
     ]
-    from kamera_store.keys import Identity
+    from kamera_store.format.keys import Identity
 
     identity = Identity("patch", record.key, record.digest)
     cards.store.put(

@@ -18,9 +18,9 @@ from engine_setups import first_logits
 from plain_model import kl
 
 from kamera_cli.errors import KameraError, NotFoundError, UsageError
-from kamera_cli.jobs.measuring import Part, probe_logits
+from kamera_cli.patches.measure import Part, probe_logits
 from kamera_cli.operator.plan import AUTO_MAX_KL
-from kamera_store.keys import Identity
+from kamera_store.format.keys import Identity
 
 PREFILLED_KL = 1e-5
 """A fallback is the prefill itself, in another batch shape at most (fp32)."""

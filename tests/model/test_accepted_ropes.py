@@ -7,7 +7,7 @@ from backbone_runners import loaded_runner
 from tiny_backbones import BACKBONES, save_backbone
 
 from kamera_cli.model.architectures import ARCHITECTURES
-from kamera_cli.selftest import self_test
+from kamera_cli.model.self_test import self_test
 
 # Lengths so short that the scaled part of each table is reached.
 SCALING = {

@@ -12,7 +12,7 @@ from tiny_models import save, write_noise_image, write_noise_video
 from vision_inputs import clip, picture
 
 from kamera_cli.errors import RefusedError
-from kamera_cli.selftest import self_test
+from kamera_cli.model.self_test import self_test
 
 ROPES = {
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},

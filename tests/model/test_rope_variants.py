@@ -8,7 +8,7 @@ from backbone_runners import loaded_runner
 from tiny_backbones import save_backbone
 from transformers import DynamicCache
 
-from kamera_cli.selftest import self_test
+from kamera_cli.model.self_test import self_test
 
 THETA = {"rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, **THETA}

@@ -10,7 +10,7 @@ from plain_model import greedy, next_logits, whole_prompt
 from tiny_models import FAMILIES, passage
 from vision_inputs import clip, picture
 
-from kamera_cli.generate import Chooser, decode
+from kamera_cli.model.generate import Chooser, decode
 from kamera_cli.model.compat import DynamicCache, decoder_of
 
 

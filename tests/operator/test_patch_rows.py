@@ -9,8 +9,8 @@ from kamera_cli.factors import LayerReader, packing_of, tensors_of
 from kamera_cli.hot import tensor_bytes
 from kamera_cli.operator.patch import FACTOR_DTYPES, Factors, LayerPatch, factorise
 from kamera_cli.operator.quantise import as_written
-from kamera_store.records import Record
-from kamera_store.tensors import to_torch
+from kamera_store.format.records import Record
+from kamera_store.format.tensors import to_torch
 
 NAMES = ("keys", "values")
 WIDTHS = ((24, 16), (24, 24), (8, 16))

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import zstandard
 
-from kamera_store import DamagedError, KVStore, TensorBytes, UnsupportedDtypeError, codec
-from kamera_store.keys import checksum64
-from kamera_store.records import RAW, ZSTD, Plane, TensorInfo
+from kamera_store.format import codec
+from kamera_store import (DamagedError, KVStore, TensorBytes, UnsupportedDtypeError)
+from kamera_store.format.keys import checksum64
+from kamera_store.format.records import RAW, ZSTD, Plane, TensorInfo
 
 KEY = b"k" * 16
 
@@ -96,7 +97,7 @@ def round_trip(tensor: TensorBytes) -> bytes:
 @pytest.mark.parametrize("num_items", [0, 1, 63, 1000, 70_001])
 @pytest.mark.parametrize("wish", ["auto", "raw"])
 def test_round_trip_is_exact(dtype, num_items, wish):
-    from kamera_store.records import item_bytes
+    from kamera_store.format.records import item_bytes
 
     rng = np.random.default_rng(num_items)
     if dtype == "bfloat16":
@@ -171,8 +172,8 @@ def test_wrong_product_of_sizes_is_refused_before_any_view():
 
 
 def test_header_whose_shape_does_not_fit_its_bytes_is_refused(kit):
-    from kamera_store.header import decode_header, encode_header
-    from kamera_store.payload import prepare
+    from kamera_store.format.header import decode_header, encode_header
+    from kamera_store.format.payload import prepare
 
     prepared = prepare(
         kit.identity_of(1), tenant="t", unit="u", meta={}, tensors=kit.tensors_of(1), cost_ms=1, created_s=1.0
@@ -218,7 +219,7 @@ def test_two_tensors_of_one_name_and_layer_are_refused(store, kit):
 
 def test_estimate_before_encoding_is_near_the_raw_size_and_real_sizes_are_reported(folder, kit):
     """Sizes for wide heads, latents and a minute of video, estimated and stored."""
-    from kamera_store.segments import stored_bytes
+    from kamera_store.format.segments import stored_bytes
 
     geometries = {
         "grouped queries, own head size": [

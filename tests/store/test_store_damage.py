@@ -10,14 +10,8 @@ from collections import Counter
 import lmdb
 import pytest
 
-from kamera_store import (
-    DamagedError,
-    DamagedRecordWarning,
-    FormatVersionError,
-    KVStore,
-    UnsupportedDtypeError,
-    binding,
-)
+from kamera_store.lmdb import binding
+from kamera_store import (DamagedError, DamagedRecordWarning, FormatVersionError, KVStore, UnsupportedDtypeError)
 
 NUM_FLIPS = int(os.environ.get("KAMERA_TEST_FLIPS", "10000"))
 
@@ -178,7 +172,7 @@ def test_state_and_ledger_rows_cannot_be_moved(three, raw):
 
 
 def test_records_of_a_newer_format_are_refused_by_version_and_left_alone(three, raw):
-    from kamera_store.keys import checksum64
+    from kamera_store.format.keys import checksum64
 
     folder, (a, *_) = three
     with raw(folder) as access:

@@ -8,18 +8,10 @@ import shutil
 import lmdb
 import pytest
 
-from kamera_store import (
-    FormatVersionError,
-    KVStore,
-    NoRoomError,
-    NotAStoreError,
-    StoreBusyError,
-    StoreDamagedError,
-    StoreRefusedError,
-    binding,
-    compaction,
-    guard,
-)
+from kamera_store.lmdb import binding
+from kamera_store import compact as compaction
+from kamera_store.lmdb import folder_check as guard
+from kamera_store import (FormatVersionError, KVStore, NoRoomError, NotAStoreError, StoreBusyError, StoreDamagedError, StoreRefusedError)
 
 MIB = 1 << 20
 
@@ -216,7 +208,7 @@ def test_map_that_cannot_grow_leaves_the_store_usable(folder, kit):
         "import resource, sys\n"
         "from conftest import *\n"
         "from kamera_store import StoreRefusedError\n"
-        "from kamera_store.environment import Environment\n"
+        "from kamera_store.lmdb.environment import Environment\n"
         "real = Environment._resize\n"
         "def tight(self, size, old):\n"
         "    used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
@@ -352,7 +344,7 @@ def test_other_things_at_the_path_are_no_store(tmp_path, kit):
 
 
 def test_store_of_another_format_version_is_refused(folder, raw):
-    from kamera_store.rows import close_row
+    from kamera_store.format.rows import close_row
 
     KVStore.open(folder).close()
     with raw(folder) as access:

@@ -22,7 +22,7 @@ def usual_umask():
 
 
 def test_everything_is_private_from_creation_on(tmp_path, kit, monkeypatch):
-    from kamera_store import binding
+    from kamera_store.lmdb import binding
 
     seen = []
     real = binding.lmdb.open

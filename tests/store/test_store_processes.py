@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from kamera_store import KVStore, guard
+from kamera_store.lmdb import folder_check as guard
+from kamera_store import KVStore
 
 NUM_KILLS = int(os.environ.get("KAMERA_TEST_KILLS", "6"))
 
@@ -103,7 +104,7 @@ def test_reader_killed_in_a_transaction_does_not_hold_pages_for_ever(folder, kit
 
 
 def test_seal_is_there_after_a_clean_end_and_gone_while_in_use(folder, kit, monkeypatch):
-    from kamera_store import probe
+    from kamera_store.lmdb import child_walk as probe
 
     probed = []
     monkeypatch.setattr(probe, "probe", lambda *args, **kw: probed.append(args))

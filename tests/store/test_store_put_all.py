@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kamera_store.keys import Identity
+from kamera_store.format.keys import Identity
 from kamera_store.kvstore import KVStore
-from kamera_store.records import TensorBytes
+from kamera_store.format.records import TensorBytes
 
 
 def item(number: int, size: int = 100) -> dict:

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from kamera_store import KVStore, NoRoomError, eviction
-from kamera_store.eviction import UnitUsage
+from kamera_store import evict_plan as eviction
+from kamera_store import KVStore, NoRoomError
+from kamera_store.evict_plan import UnitUsage
 
 MIB = 1 << 20
 
@@ -140,7 +141,7 @@ def test_file_stays_below_quota_and_one_chunk(folder, kit):
 
 
 def test_oversized_chunk_is_refused_before_encoding(folder, kit, monkeypatch):
-    from kamera_store import codec
+    from kamera_store.format import codec
 
     with KVStore.open(folder, quota_bytes=10 * MIB) as store:
         keep = kit.put_chunk(store, 1)

@@ -6,8 +6,8 @@ import pytest
 
 from kamera_store import KVStore
 from kamera_store.errors import NoRoomError
-from kamera_store.keys import identity
-from kamera_store.records import TensorBytes
+from kamera_store.format.keys import identity
+from kamera_store.format.records import TensorBytes
 
 
 def put(store: KVStore, name: str, size: int, *, replace: bool = False) -> bool:

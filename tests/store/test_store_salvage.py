@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from kamera_store import KVStore, NotAStoreError, StoreDamagedError, salvage
+from kamera_store import rescue as salvage
+from kamera_store import KVStore, NotAStoreError, StoreDamagedError
 
 
 @pytest.fixture

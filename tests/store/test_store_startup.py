@@ -38,7 +38,7 @@ def test_listing_loads_neither_torch_nor_numpy_and_is_quick(folder, kit):
 
 def test_each_foreign_library_is_imported_in_one_file():
     found: dict[str, set[str]] = {}
-    for path in Path(kamera_store.__file__).parent.glob("*.py"):
+    for path in Path(kamera_store.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kamera_store import TensorBytes, UnsupportedDtypeError  # noqa: E402
-from kamera_store.tensors import joined, to_bytes, to_torch  # noqa: E402
+from kamera_store.format.tensors import joined, to_bytes, to_torch  # noqa: E402
 
 WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

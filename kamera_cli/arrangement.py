@@ -1,0 +1,121 @@
+"""What compile, query and recall share: an order of chunks, and what each is to be conditioned on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kamera_cli.errors import NotFoundError, RefusedError, UsageError
+from kamera_cli.library import Library, identity_of
+from kamera_cli.results import WindowEntry, WindowView
+from kamera_cli.window import pick, refuse_what_left
+from kamera_store.format.keys import Identity
+from kamera_store.format.records import Record
+
+if TYPE_CHECKING:
+    from kamera_cli.engine import Engine
+
+Chain = tuple[Identity, ...]
+"""Chunks in the order in which a conditioned forward prefills them; the last one is conditioned on the others."""
+
+
+@dataclass(frozen=True)
+class Conditioned:
+    """A chunk of an arrangement and its antecedents in order; None when one of them is known to nobody any more."""
+
+    entry: WindowEntry
+    antecedents: Chain | None
+
+    @property
+    def chain(self) -> Chain | None:
+        return None if self.antecedents is None else (*self.antecedents, identity_of(self.entry))
+
+
+def refuse_other_model(engine: Engine, window: WindowView) -> None:
+    """Refuse a window whose chunks were made by another model, by weights, config, tokenizer, dtype or position rule.
+
+    Raises
+    ------
+    RefusedError
+    """
+    if window.fingerprint != engine.fingerprint:
+        raise RefusedError(
+            f"window {window.name!r} holds chunks of another model (its fingerprint {window.fingerprint[:10]}, "
+            f"{engine.settings.model} as {engine.dtype_name} has {engine.fingerprint[:10]}); "
+            "use that model, --dtype and release of transformers, or ingest again into another window"
+        )
+
+
+def ordered(window: WindowView, chunks: Sequence[str] | None) -> tuple[WindowEntry, ...]:
+    """Entries of a window in the order asked for; in its own order for None.
+
+    Raises
+    ------
+    UsageError
+        The window is empty, or a chunk is named twice.
+    NotFoundError
+        No such chunk.
+    """
+    if not window.entries:
+        raise UsageError(f"window {window.name!r} is empty; put chunks back with recall, or ingest a source")
+    if chunks is None:
+        return window.entries
+    if not chunks:
+        raise UsageError("--chunks names no chunk")
+    refuse_what_left(window, chunks, "put it back with: kamera recall {name}")
+    return pick(window.entries, chunks, f"window {window.name!r}")
+
+
+def conditioning(
+    window: WindowView, entries: Sequence[WindowEntry], *, given_order: bool
+) -> list[Conditioned]:
+    """What each chunk is conditioned on: what stands before it in a given order, or what its window remembers."""
+    if given_order:
+        identities = [identity_of(entry) for entry in entries]
+        return [Conditioned(entry, tuple(identities[:index])) for index, entry in enumerate(entries)]
+    known = {entry.chunk: identity_of(entry) for entry in (*window.entries, *window.evicted)}
+    return [
+        Conditioned(entry, tuple(known[key] for key in entry.conditioned_on))
+        if all(key in known for key in entry.conditioned_on)
+        else Conditioned(entry, None)
+        for entry in entries
+    ]
+
+
+def maximal(chains: Sequence[Chain]) -> list[Chain]:
+    """Chains that are no prefix of another one: a forward over these conditions every chunk of all of them."""
+    distinct = list(dict.fromkeys(chains))
+    return [
+        chain
+        for chain in distinct
+        if not any(len(other) > len(chain) and other[: len(chain)] == chain for other in distinct)
+    ]
+
+
+def require_record(library: Library, identity: Identity, label: str) -> Record:
+    """The record of a chunk.
+
+    Raises
+    ------
+    NotFoundError
+        It was evicted from the store.
+    """
+    record = library.store.find(identity, tenant=library.tenant)
+    if record is None:
+        raise NotFoundError(f"chunk {label} is no longer in the store; ingest its source again")
+    return record
+
+
+def require_context(engine: Engine, num_positions: int, what: str) -> None:
+    """Refuse a prompt that is longer than the model's context.
+
+    Raises
+    ------
+    UsageError
+    """
+    limit = engine.runner.max_tokens
+    if num_positions > limit:
+        raise UsageError(
+            f"{what}: {num_positions} tokens, the context of {engine.checkpoint.label} is {limit}"
+        )

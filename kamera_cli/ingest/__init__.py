@@ -1,0 +1,1 @@
+"""From a source to chunks in the store: options, source index, encode."""

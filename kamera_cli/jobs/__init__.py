@@ -1,1 +1,0 @@
-"""What the engine does, one file per job."""

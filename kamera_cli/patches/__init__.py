@@ -1,0 +1,1 @@
+"""Form, measure and store patches: exact, orbit, pairs, removal."""

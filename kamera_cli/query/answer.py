@@ -1,0 +1,283 @@
+"""Query: plan, read, assemble, prefill only the question, answer, and account for every step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kamera_cli.errors import NotFoundError, UsageError
+from kamera_cli.model.generate import Chooser, decode
+from kamera_cli.query.arrange import Found, arrange, check_request
+from kamera_cli.arrangement import ordered, refuse_other_model, require_context
+from kamera_cli.query.compare import compare
+from kamera_cli.query.first_use import keep_patches
+from kamera_cli.query.observed import keep_worst
+from kamera_cli.query.read import Reading, read_and_assemble
+from kamera_cli.query.receipt import receipts_of, remembered, warnings_of
+from kamera_cli.library import Library
+from kamera_cli.model.compat import DynamicCache
+from kamera_cli.model.families.family import LayerKV
+from kamera_cli.model.inputs import Segment
+from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan, Reuse
+from kamera_cli.results import QueryResult, Stages
+from kamera_cli.words import advice, chunks_words, compile_command, misses_words
+from kamera_cli.window import load_window, reconditioned, update_window
+from kamera_store.errors import DamagedError, MissingRecordError
+from kamera_store.format.records import Record
+
+if TYPE_CHECKING:
+    from kamera_cli.engine import Engine
+
+
+@dataclass(frozen=True)
+class QueryOptions:
+    """Options of ``Engine.query``, see there."""
+
+    reuse: Reuse
+    compare: bool
+    max_kl: float | None
+    require_hit: bool
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    rank: int | None
+    on_token: Callable[[str], None] | None
+    place: bool = False
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A prompt whose last token has been computed: cache, logits (vocab,), the next position, and how it was made."""
+
+    cache: DynamicCache
+    logits: torch.Tensor
+    next_position: int
+    reading: Reading
+    segments: tuple[Segment, ...] = ()
+    captured: tuple[list[LayerKV], ...] = ()
+
+
+def query(
+    engine: Engine, question: str, window: str, chunks: Sequence[str] | None, options: QueryOptions
+) -> QueryResult:
+    """Answer a question from stored chunks; see ``Engine.query``."""
+    _check(question, options)
+    asked = time.perf_counter()
+    view = load_window(engine.store, engine.settings.tenant, window)
+    ordered(view, chunks)  # a request that names what is not there fails before a model is loaded
+    loading = time.perf_counter()
+    refuse_other_model(engine, view)
+    runner, library = engine.runner, engine.library
+    # TTFT counts from the request, without the time of a model that was not in memory yet.
+    started = asked + time.perf_counter() - loading
+    choose = Chooser(options.temperature, options.seed)
+    question_ids = runner.question_ids(question)
+    runner.refuse_placeholders(question_ids, "the question")
+    arranged = arrange(library, view, chunks, reuse=options.reuse, max_kl=options.max_kl, place=options.place)
+    found, chosen = arranged.found, arranged.plan
+    _require_fit(engine, found, question_ids.numel() + options.max_new_tokens)
+    given_order = chunks is not None or options.place
+    _require_hits(chosen, found, options, window, given_order)
+    lookup_ms = 1e3 * (time.perf_counter() - started)
+
+    chosen, ready = _prepare(engine, library, found, chosen, question_ids, options)
+    prefilling = time.perf_counter()
+    first = choose(ready.logits)
+    ttft_ms = 1e3 * (time.perf_counter() - started)
+    stages = replace(ready.reading.stages, lookup=lookup_ms)
+    stages = replace(stages, prefill=stages.prefill + 1e3 * (time.perf_counter() - prefilling))
+
+    answer = decode(
+        runner, ready.cache, first, ready.next_position,
+        choose=choose, max_new_tokens=options.max_new_tokens, on_token=options.on_token,
+    )  # fmt: skip
+    finished = time.perf_counter()
+    num_new = len(answer.token_ids)
+    tpot_ms = 1e3 * (finished - started) / (num_new - 1) - ttft_ms / (num_new - 1) if num_new > 1 else None
+
+    kept: tuple[str, ...] = ()
+    if chosen.fallback is not None and options.reuse == "auto":
+        records = [chunk.record for chunk in found]
+        kept = keep_patches(
+            engine, library, records, ready.captured, ready.segments, question_ids, ready.logits,
+            AUTO_MAX_KL if options.max_kl is None else options.max_kl,
+        )  # fmt: skip
+        if chunks is None and not options.place:
+            update_window(engine.store, engine.settings.tenant, window, reconditioned)
+    engine.store.touch(
+        [
+            record.key
+            for chunk, action in zip(found, chosen.actions, strict=True)
+            for record in (chunk.record, *chunk.chosen(action))
+        ]
+    )
+    total_ms = 1e3 * (time.perf_counter() - started)
+    compared = None
+    if options.compare:
+        records = found_records(found)
+        compared = compare(engine, records, question_ids, ready.logits, answer, options.max_new_tokens)
+        if options.rank is None:
+            keep_worst(engine, library, found, chosen, compared.kl)
+    receipts = receipts_of(found, chosen, ready.reading, runner.preamble.positions.span, options.rank)
+    num_chunk_tokens = sum(receipt.num_tokens for receipt in receipts)
+    reused = 0 if chosen.fallback is not None else num_chunk_tokens
+    return QueryResult(
+        question=question,
+        answer=answer.text,
+        window=window,
+        reuse=options.reuse,
+        attention=runner.loaded.attention,
+        device=str(runner.device),
+        dtype=engine.dtype_name,
+        model=engine.checkpoint.label,
+        fallback=chosen.fallback,
+        ttft_ms=ttft_ms,
+        stages=stages,
+        chunks=receipts,
+        reused_tokens=reused,
+        prefilled_tokens=num_chunk_tokens - reused + question_ids.numel(),
+        new_tokens=num_new,
+        total_ms=total_ms,
+        tpot_ms=tpot_ms,
+        patches_kept=kept,
+        placed=arranged.placed,
+        remembered=remembered(view, found, chosen),
+        warnings=warnings_of(receipts, is_routed=runner.routes_tokens and not options.compare),
+        compare=compared,
+    )
+
+
+def found_records(found: Sequence[Found]) -> list[Record]:
+    """Chunk records in prompt order."""
+    return [chunk.record for chunk in found]
+
+
+def _check(question: str, options: QueryOptions) -> None:
+    if not question.strip():
+        raise UsageError("the question is empty")
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the question is not valid Unicode ({error.reason} at {error.start})") from error
+    if options.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
+    if not 0 <= options.temperature < math.inf:
+        raise UsageError(f"--temperature {options.temperature}: must be a number, and not negative")
+    if options.rank is not None and options.rank < 1:
+        raise UsageError(f"--rank {options.rank}: must be at least 1")
+    if options.rank is not None and options.reuse != "patched":
+        raise UsageError(
+            "--rank goes with --reuse patched: the KL of a patch was measured with all of its columns"
+        )
+    check_request(options.reuse, options.max_kl, options.place)
+
+
+def _require_fit(engine: Engine, found: Sequence[Found], num_more: int) -> None:
+    length = (
+        engine.runner.preamble.positions.span + sum(chunk.record.meta["span"] for chunk in found) + num_more
+    )
+    require_context(engine, length, "chunks, question and answer together")
+
+
+def _require_hits(
+    chosen: Plan, found: Sequence[Found], options: QueryOptions, window: str, given_order: bool
+) -> None:
+    """Refuse what would not be reused, under ``--require-hit`` and ``--reuse patched``."""
+    order = [chunk.wanted.entry.number for chunk in found]
+    misses = [
+        (chunk.wanted.entry.number, action.why_not)
+        for chunk, action in zip(found, chosen.actions, strict=True)
+        if action.why_not is not None
+    ]
+    asked = (
+        "--require-hit" if options.require_hit else "--reuse patched" if options.reuse == "patched" else None
+    )
+    if asked is None or not (misses or chosen.fallback is not None):
+        return
+    if not misses:
+        raise NotFoundError(f"{asked}: not everything can be reused ({chosen.fallback})")
+    orphaned = [chunk.wanted.entry.number for chunk in found if chunk.wanted.antecedents is None]
+    what = (
+        f"{chunks_words(orphaned)} took something in from a purged chunk; "
+        f"take it out with: {compile_command(window, None)} --kind removal"
+        if orphaned
+        else advice(misses, window, order if given_order else None)
+    )
+    raise NotFoundError(f"{asked}: not everything can be reused ({misses_words(misses)}); {what}")
+
+
+def _prepare(
+    engine: Engine,
+    library: Library,
+    found: Sequence[Found],
+    chosen: Plan,
+    question_ids: torch.Tensor,
+    options: QueryOptions,
+) -> tuple[Plan, Ready]:
+    """Assemble as planned, or prefill; what cannot be read after all turns ``auto`` into a prefill."""
+    if chosen.fallback is None:
+        try:
+            return chosen, _reused(engine, library, found, chosen, question_ids, options.rank)
+        except (DamagedError, MissingRecordError) as error:
+            if options.reuse != "auto" or options.require_hit:
+                raise
+            engine.warn(f"{error}; answering from a prefill instead")
+            chosen = _without(found, error)
+    return chosen, _prefilled(engine, library, found, question_ids)
+
+
+def _without(found: Sequence[Found], error: DamagedError | MissingRecordError) -> Plan:
+    """A prefill, because a stored chunk or patch is damaged or was evicted meanwhile; the receipt says which."""
+    why, fallback = (
+        ("damaged", "a stored chunk or patch is damaged")
+        if isinstance(error, DamagedError)
+        else ("no_patch", "a patch was evicted meanwhile")
+    )
+    blamed = [
+        any(error.key in (chunk.record.key, *stored.offer.keys) for stored in chunk.patches)
+        or error.key == chunk.record.key
+        for chunk in found
+    ]
+    return Plan(tuple(Action("prefilled", why_not=why if blame else None) for blame in blamed), fallback)
+
+
+def _reused(
+    engine: Engine,
+    library: Library,
+    found: Sequence[Found],
+    chosen: Plan,
+    question_ids: torch.Tensor,
+    rank: int | None,
+) -> Ready:
+    """Stored KV and patches become a cache (`read_and_assemble`); the model runs over the question alone."""
+    runner = engine.runner
+    patches = [chunk.chosen(action) for chunk, action in zip(found, chosen.actions, strict=True)]
+    cache, end, reading = read_and_assemble(runner, library, found_records(found), patches, rank)
+    started = time.perf_counter()
+    logits = runner.extend(
+        cache, runner.embed(question_ids), runner.positions_from(end, question_ids.numel())
+    )
+    runner.synchronize()
+    stages = replace(reading.stages, prefill=1e3 * (time.perf_counter() - started))
+    return Ready(cache, logits, end + question_ids.numel(), replace(reading, stages=stages))
+
+
+def _prefilled(engine: Engine, library: Library, found: Sequence[Found], question_ids: torch.Tensor) -> Ready:
+    """The language model runs over everything, from stored embeddings; the vision tower does not run."""
+    runner = engine.runner
+    started = time.perf_counter()
+    sizes = [library.segment_bytes(chunk.record) for chunk in found]
+    segments = [library.segment(chunk.record) for chunk in found]
+    runner.synchronize()
+    read = time.perf_counter()
+    whole = [runner.preamble, *segments, runner.text_segment(question_ids)]
+    cache, logits, captured, end = runner.prefill(whole)
+    runner.synchronize()
+    stages = Stages(read=1e3 * (read - started), prefill=1e3 * (time.perf_counter() - read))
+    reading = Reading(stages, *zip(*sizes, strict=True))
+    return Ready(cache, logits, end, reading, tuple(segments), tuple(captured[1:-1]))

@@ -1,0 +1,204 @@
+"""The bytes of a record's header: written, checked and read (pure)."""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import lru_cache
+
+from kamera_store.errors import DamagedError, FormatVersionError, NotAKameraEntryError, UnsupportedDtypeError
+from kamera_store.format.keys import checksum64
+from kamera_store.format.records import ITEM_BYTES, RAW, ZSTD, Plane, Record, TensorInfo
+from kamera_store.format.strict import parse_json, strict_json
+
+MAGIC = b"KAMERAKV"
+VERSION = 1
+
+_FIXED = struct.Struct("<8sHHI16s32sddQQIIIHH")
+_LENGTH = struct.Struct("<H")
+_ENTRY = struct.Struct("<HHiBBHQQQQ")
+_PLANE = struct.Struct("<BBBBQ")
+_CHECKSUM = struct.Struct("<Q")
+_MAX_NAME_BYTES = 4096
+
+
+def _text(value: str, what: str) -> bytes:
+    data = value.encode()
+    if len(data) > _MAX_NAME_BYTES:
+        raise ValueError(f"{what} is {len(data)} bytes long, at most {_MAX_NAME_BYTES} are allowed")
+    return _LENGTH.pack(len(data)) + data
+
+
+def encode_header(record: Record) -> bytes:
+    """Header bytes of a record, its checksum included.
+
+    Raises
+    ------
+    ValueError
+        If a name is too long or the meta is not strict JSON.
+    """
+    meta = strict_json(record.meta)
+    words = list(dict.fromkeys(word for info in record.tensors for word in (info.name, info.dtype)))
+    place = {word: index for index, word in enumerate(words)}
+    rows, sizes, planes = [], [], []
+    for info in record.tensors:
+        numbers = (info.raw_bytes, info.offset, info.stored_bytes, info.checksum)
+        words_at = (place[info.name], place[info.dtype])
+        rows.append(_ENTRY.pack(*words_at, info.layer, len(info.shape), len(info.planes), 0, *numbers))
+        sizes.extend(info.shape)
+        planes.extend(_PLANE.pack(*plane[:3], 0, plane.stored_bytes) for plane in info.planes)
+    body = [_text(record.kind, "kind"), _text(record.tenant, "tenant"), _text(record.unit, "unit")]
+    body.extend(_text(word, "tensor name") for word in words)
+    body.extend((meta, *rows, struct.pack(f"<{len(sizes)}Q", *sizes), *planes))
+    tail = b"".join(body)
+    num_bytes = _FIXED.size + len(tail) + _CHECKSUM.size
+    fixed = _FIXED.pack(
+        MAGIC, VERSION, 0, num_bytes, record.key, record.digest, record.created_s, record.cost_ms,
+        record.raw_bytes,
+        record.payload_bytes, record.num_segments, len(record.tensors), len(meta), len(words), 0,
+    )  # fmt: skip
+    return fixed + tail + _CHECKSUM.pack(checksum64((fixed, tail)))
+
+
+def header_checksum(value: bytes | memoryview) -> int:
+    """The checksum that a header carries in its last 8 bytes; 0 for a value too short to be one."""
+    return _CHECKSUM.unpack_from(value, len(value) - _CHECKSUM.size)[0] if len(value) >= _CHECKSUM.size else 0
+
+
+class _Cursor:
+    """Reads forward through the variable part of a header and never past its end."""
+
+    def __init__(self, data: bytes, start: int, end: int, key: bytes) -> None:
+        self.data, self.at, self.end, self.key = data, start, end, key
+
+    def take(self, num_bytes: int, what: str) -> int:
+        at, self.at = self.at, self.at + num_bytes
+        if self.at > self.end:
+            raise DamagedError(self.key, f"header ({what})", f"at most {self.end} bytes", self.at)
+        return at
+
+    def text(self, what: str) -> str:
+        (length,) = _LENGTH.unpack_from(self.data, self.take(_LENGTH.size, what))
+        at = self.take(length, what)
+        try:
+            return self.data[at : at + length].decode()
+        except UnicodeDecodeError as error:
+            raise DamagedError(self.key, f"header ({what})", "UTF-8", str(error)) from error
+
+
+def decode_header(key: bytes, value: bytes | memoryview) -> Record:
+    """Check and parse a header.
+
+    Parameters
+    ----------
+    key : bytes
+        Key under which the value was found, 16 bytes.
+    value : bytes or memoryview
+        The stored value.
+
+    Returns
+    -------
+    Record
+
+    Raises
+    ------
+    NotAKameraEntryError
+        If the value does not begin like a header.
+    FormatVersionError
+        If a newer program wrote it.
+    DamagedError
+        If any length, the checksum, the key or the tensor table is wrong.
+    """
+    data = bytes(value)
+    if data[:8] != MAGIC:
+        raise NotAKameraEntryError(key, "first bytes", MAGIC.hex(), data[:8].hex())
+    if len(data) < _FIXED.size + _CHECKSUM.size:
+        raise DamagedError(key, "header length", f"at least {_FIXED.size + _CHECKSUM.size}", len(data))
+    (_, version, reserved, num_bytes, own_key, digest, created_s, cost_ms, raw_bytes, payload_bytes,
+     num_segments, num_tensors, meta_bytes, num_words, reserved_too) = _FIXED.unpack_from(data)  # fmt: skip
+    end = len(data) - _CHECKSUM.size
+    stored_checksum = header_checksum(data)
+    checksum = checksum64((memoryview(data)[:end],))
+    if checksum != stored_checksum:
+        raise DamagedError(key, "header checksum", f"{stored_checksum:016x}", f"{checksum:016x}")
+    if version != VERSION:
+        raise FormatVersionError(version, VERSION, f"record {key.hex()[:10]}")
+    if num_bytes != len(data) or reserved or reserved_too:
+        raise DamagedError(key, "header length", num_bytes, len(data))
+    if own_key != bytes(key):
+        raise DamagedError(key, "key in header", bytes(key).hex(), own_key.hex())
+    cursor = _Cursor(data, _FIXED.size, end, bytes(key))
+    kind, tenant, unit = cursor.text("kind"), cursor.text("tenant"), cursor.text("unit")
+    words = [cursor.text("tensor name") for _ in range(num_words)]
+    at = cursor.take(meta_bytes, "meta")
+    meta = parse_json(data[at : at + meta_bytes], key, "header (meta)")
+    tensors = _decode_table(cursor, num_tensors, words)
+    if cursor.at != end:
+        raise DamagedError(key, "header length", f"{cursor.at} bytes used", end)
+    record = Record(
+        kind, own_key, digest, tenant, unit, meta, tensors, created_s, cost_ms, payload_bytes, num_segments,
+        stored_checksum,
+    )  # fmt: skip
+    _require_table(record, raw_bytes)
+    return record
+
+
+def _decode_table(cursor: _Cursor, num_tensors: int, words: list[str]) -> tuple[TensorInfo, ...]:
+    at = cursor.take(num_tensors * _ENTRY.size, "tensor table")
+    rows = list(_ENTRY.iter_unpack(memoryview(cursor.data)[at : cursor.at]))
+    num_sizes, num_planes = sum(row[3] for row in rows), sum(row[4] for row in rows)
+    sizes = struct.unpack_from(f"<{num_sizes}Q", cursor.data, cursor.take(8 * num_sizes, "shapes"))
+    at = cursor.take(num_planes * _PLANE.size, "planes")
+    planes = []
+    for start, width, codec, zero, stored_bytes in _PLANE.iter_unpack(
+        memoryview(cursor.data)[at : cursor.at]
+    ):
+        if zero or codec not in (RAW, ZSTD):
+            raise DamagedError(cursor.key, "plane", "codec 0 or 1", codec)
+        planes.append(Plane(start, width, codec, stored_bytes))
+    tensors, size_at, plane_at = [], 0, 0
+    for name, dtype, layer, num_dimensions, own_planes, zero, *numbers in rows:
+        if zero or name >= len(words) or dtype >= len(words):
+            raise DamagedError(cursor.key, "tensor table", f"{len(words)} words", (name, dtype, zero))
+        shape, size_at = sizes[size_at : size_at + num_dimensions], size_at + num_dimensions
+        layout, plane_at = tuple(planes[plane_at : plane_at + own_planes]), plane_at + own_planes
+        tensors.append(TensorInfo(words[name], layer, words[dtype], shape, *numbers, layout))
+    return tuple(tensors)
+
+
+@lru_cache(maxsize=256)
+def _covers(spans: tuple[tuple[int, int], ...], size: int) -> bool:
+    """Whether spans of (start, width) cover an element of so many bytes without gap or overlap."""
+    at = 0
+    for start, width in sorted(spans):
+        if start != at or not width:
+            return False
+        at += width
+    return at == size
+
+
+def _require_table(record: Record, raw_bytes: int) -> None:
+    """Refuse a table whose numbers do not fit each other, before anything is allocated from it."""
+    offset = 0
+    for info in record.tensors:
+        size = ITEM_BYTES.get(info.dtype)
+        if size is None:
+            raise UnsupportedDtypeError(info.dtype)
+        expected, planes = math.prod(info.shape) * size, info.planes
+        if expected != info.raw_bytes:
+            raise _table_error(record, info, f"{expected} bytes", info.raw_bytes)
+        if info.offset != offset:
+            raise _table_error(record, info, f"offset {offset}", info.offset)
+        if expected and not _covers(tuple((plane.start, plane.width) for plane in planes), size):
+            raise _table_error(record, info, f"planes that cover {size} bytes", planes)
+        if sum(plane.stored_bytes for plane in planes) != info.stored_bytes:
+            raise _table_error(record, info, f"{info.stored_bytes} bytes", "planes of another sum")
+        offset += info.stored_bytes
+    if offset != record.payload_bytes:
+        raise DamagedError(record.key, "payload length", record.payload_bytes, offset)
+    if record.raw_bytes != raw_bytes:
+        raise DamagedError(record.key, "raw length", raw_bytes, record.raw_bytes)
+
+
+def _table_error(record: Record, info: TensorInfo, expected: object, found: object) -> DamagedError:
+    return DamagedError(record.key, f"tensor table ({info.name}, layer {info.layer})", expected, found)

@@ -1,0 +1,1 @@
+"""LMDB as the store uses it: opening checks, transactions, growth, locks."""

@@ -1,0 +1,222 @@
+"""The only file that imports LMDB: its errors in our words, how a data file is opened, and a walk through all of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import lmdb
+
+from kamera_store.lmdb import folder_check as guard
+from kamera_store.format import rows
+from kamera_store.errors import (
+    FormatVersionError,
+    NoRoomError,
+    NotAStoreError,
+    ReadOnlyError,
+    StoreDamagedError,
+    StoreRefusedError,
+)
+from kamera_store.lmdb.transaction import TABLES, Transaction
+
+FORMAT_VERSION = 1
+DEFAULT_MAP_BYTES = 1 << 30
+MIN_MAP_BYTES = 1 << 20
+_MAX_READERS = 1024
+_FREE_LIST_BYTES = 16 << 20
+_VERSION_KEY = b"version"
+
+Handle = lmdb.Environment
+AnyError, MapFullError, MapResizedError = lmdb.Error, lmdb.MapFullError, lmdb.MapResizedError
+
+
+@contextmanager
+def translated(folder: str) -> Iterator[None]:
+    """Turn LMDB's errors into ours; `MapFullError` and `MapResizedError`, which the caller repairs, pass unchanged."""
+    try:
+        yield
+    except (lmdb.MapFullError, lmdb.MapResizedError):
+        raise
+    except lmdb.VersionMismatchError as error:
+        raise FormatVersionError("unknown", "LMDB 0.9", f"data file in {folder}") from error
+    except lmdb.ReadonlyError as error:
+        raise ReadOnlyError(f"store {folder} is open for reading only") from error
+    except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError,
+            lmdb.PageFullError, lmdb.CursorFullError, lmdb.IncompatibleError) as error:  # fmt: skip
+        raise StoreDamagedError(folder, "database pages", "a readable tree", str(error)) from error
+    except lmdb.PanicError as error:
+        raise StoreRefusedError(
+            f"store {folder} stopped: its last write broke off; close it, check the disk, open it again"
+        ) from error
+    except lmdb.MemoryError as error:
+        raise StoreRefusedError(
+            f"store {folder} cannot be mapped into memory ({error}); raise the address space limit "
+            "(ulimit -v) or open it with a smaller map"
+        ) from error
+    except lmdb.ReadersFullError as error:
+        raise StoreRefusedError(
+            f"store {folder} has {_MAX_READERS} readers already; close some of them"
+        ) from error
+    except lmdb.Error as error:
+        text, room = str(error), shutil.disk_usage(folder).free
+        if isinstance(error, lmdb.DiskError) or any(
+            os.strerror(code) in text for code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+        ):
+            raise NoRoomError(guard.BLOCK_BYTES, room, f"disk: {text}") from error
+        if os.strerror(errno.EIO) in text:
+            if "commit" in text:
+                # LMDB's name for a write that the file system took only in part.
+                raise NoRoomError(guard.BLOCK_BYTES, room, f"disk full or failing: {text}") from error
+            raise StoreDamagedError(folder, "reading", "no input/output error", text) from error
+        raise StoreRefusedError(
+            f"store {folder} cannot be opened ({text}); the file system must give locks and shared "
+            "memory maps: set KAMERA_STORE or --store to a folder on a local disk"
+        ) from error
+
+
+def open_handle(folder: str, *, map_bytes: int, read_only: bool, inherited: Handle | None) -> Handle:
+    """Map a store's data file; slots that dead readers left are cleared.
+
+    Parameters
+    ----------
+    folder : str
+        The store.
+    map_bytes : int
+        Address space to take.
+    read_only : bool
+        Whether no write may begin; nothing is made then.
+    inherited : lmdb.Environment or None
+        After a fork, the parent's handle on the same folder.
+
+    Raises
+    ------
+    FormatVersionError, StoreDamagedError, StoreRefusedError
+        As `translated` says.
+    """
+    options = {
+        "map_size": map_bytes,
+        "max_dbs": len(TABLES) + 1,
+        "max_readers": _MAX_READERS,
+        "max_spare_txns": 0,
+        "mode": 0o600,
+        "readonly": read_only,
+        "create": not read_only,
+        "lock": True,
+        "writemap": False,
+    }
+    with translated(folder):
+        try:
+            handle = lmdb.open(folder, **options)
+        except lmdb.Error as error:
+            if inherited is None or "already open" not in str(error):
+                raise
+            # After a fork the binding still counts the parent's environment. It is at rest and without readers:
+            # closing it here leaves the parent's alone.
+            inherited.close()
+            handle = lmdb.open(folder, **options)
+        handle.reader_check()
+    return handle
+
+
+def open_tables(handle: Handle, folder: str, *, fresh: bool, read_only: bool) -> dict[str, object]:
+    """Handles of the tables by name; they are made where the data file is empty or ``fresh``.
+
+    Raises
+    ------
+    NotAStoreError
+        If the database is of something else, or empty and opened for reading only.
+    FormatVersionError
+        If another version of the format stands in it.
+    """
+    with translated(folder):
+        with handle.begin() as raw:
+            empty = fresh or raw.stat()["entries"] == 0
+        if empty and read_only:
+            raise NotAStoreError(folder, "an empty database")
+        tables = _made_tables(handle) if empty else _found_tables(handle, folder)
+        with handle.begin() as raw:
+            _require_version(folder, Transaction(raw, tables))
+    return tables
+
+
+def _found_tables(handle: Handle, folder: str) -> dict[str, object]:
+    # Handles opened in a caller's read transaction do not outlive it, so each is opened by itself.
+    try:
+        return {name: handle.open_db(name.encode(), create=False) for name in TABLES}
+    except lmdb.NotFoundError as error:
+        raise NotAStoreError(folder, "a database of something else") from error
+
+
+def _made_tables(handle: Handle) -> dict[str, object]:
+    with handle.begin(write=True) as raw:
+        tables = {name: handle.open_db(name.encode(), raw) for name in TABLES}
+        if raw.get(_VERSION_KEY, db=tables["format"]) is None:
+            row = rows.close_row("format", _VERSION_KEY, str(FORMAT_VERSION).encode())
+            raw.put(_VERSION_KEY, row, db=tables["format"])
+    return tables
+
+
+def _require_version(folder: str, txn: Transaction) -> None:
+    value = txn.get("format", _VERSION_KEY)
+    if value is None:
+        raise NotAStoreError(folder, "a database without a format version")
+    version = rows.open_row("format", _VERSION_KEY, value).decode("ascii", "replace")
+    if version != str(FORMAT_VERSION):
+        raise FormatVersionError(version, FORMAT_VERSION, f"store {folder}")
+
+
+def rounded(size: int) -> int:
+    """The next larger size that a map may have, in bytes."""
+    return -(-size // MIN_MAP_BYTES) * MIN_MAP_BYTES
+
+
+def walk(folder: str, touch_values: bool, writable: bool) -> None:
+    """Visit every key of every table and the list of free pages.
+
+    Made for a process that may die from it: nothing protects against damaged pages here.
+
+    Parameters
+    ----------
+    folder : str
+        The store.
+    touch_values : bool
+        Visit the last byte of every value too.
+    writable : bool
+        Whether the list of free pages can be visited: LMDB reads it only for a write, which is given up.
+
+    Raises
+    ------
+    StoreDamagedError
+        If a table has more or fewer keys than it says, or keys out of order.
+    """
+    file_bytes = os.stat(os.path.join(folder, guard.DATA_FILE)).st_size
+    size = rounded(max(DEFAULT_MAP_BYTES, file_bytes + file_bytes // 4 + 4 * _FREE_LIST_BYTES))
+    try:
+        env = lmdb.open(folder, map_size=size, readonly=not writable, create=False, max_dbs=len(TABLES) + 1)
+    except (lmdb.MemoryError, lmdb.LockError, lmdb.ReadersFullError):
+        # No fault of the file, and the process that asked will meet it too and name it.
+        return
+    with env:
+        with env.begin() as raw:
+            names = list(raw.cursor().iternext(values=False))
+        tables = [env.open_db(name, create=False) for name in names]
+        for name, table in zip(names, tables, strict=True):
+            num_keys, before = 0, b""
+            with env.begin(buffers=True) as raw:
+                for key, value in raw.cursor(db=table):
+                    key = bytes(key)
+                    if touch_values:
+                        bytes(value[-1:])
+                    if key <= before:
+                        raise StoreDamagedError(folder, f"order of table {name!r}", before.hex(), key.hex())
+                    num_keys, before = num_keys + 1, key
+                expected = raw.stat(table)["entries"]
+            if num_keys != expected:
+                raise StoreDamagedError(folder, f"keys of table {name!r}", expected, num_keys)
+        if writable and tables:
+            raw = env.begin(write=True)
+            raw.put(b"\xff" * 32, bytes(_FREE_LIST_BYTES), db=tables[0])
+            raw.abort()

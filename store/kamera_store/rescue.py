@@ -1,0 +1,173 @@
+"""Save what can be read of a damaged store into a new one; only child processes touch the damaged file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kamera_store.format import payload
+from kamera_store import ledger
+from kamera_store.lmdb.environment import Environment
+from kamera_store.errors import (
+    DamagedError,
+    KameraStoreError,
+    NotAStoreError,
+)
+from kamera_store.format.header import decode_header
+from kamera_store.kvstore import KVStore
+from kamera_store.lmdb.child_walk import child_command
+from kamera_store.format.records import Record
+from kamera_store.format.rows import open_row
+from kamera_store.format.segments import segment_key
+from kamera_store.lmdb.transaction import Transaction
+
+_MAX_DEATHS = 1000
+
+
+@dataclass(frozen=True)
+class SalvageReport:
+    """Result of a rescue.
+
+    Attributes
+    ----------
+    path : str
+        The new store.
+    num_records, num_states : int
+        How many were saved.
+    lost : tuple of str
+        Ids of records that were named somewhere and could not be read whole, and names of such states.
+    """
+
+    path: str
+    num_records: int
+    num_states: int
+    lost: tuple[str, ...]
+
+
+def salvage(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> SalvageReport:
+    """Copy every sound record and state of a damaged store into a new one. The old one is not changed.
+
+    Parameters
+    ----------
+    source : path-like
+        Folder of the damaged store; no process may have it open.
+    target : path-like
+        Folder of the new store; nothing may be there.
+    on_progress : callable, optional
+        Called with (entries done, entries in all).
+
+    Raises
+    ------
+    NotAStoreError
+        If something stands at the target already.
+    """
+    source, target = os.path.realpath(source), os.path.realpath(target)
+    if os.path.lexists(target):
+        raise NotAStoreError(target, "something stands there already; a rescue needs a new folder")
+    KVStore.open(target).close()
+    records = {key[:16] for table in ("records", "ledger", "segments") for key in _list(source, table)}
+    work = [f"records {key.hex()}" for key in sorted(records)]
+    work += [f"state {key.hex()}" for key in sorted(_list(source, "state"))]
+    outcomes = dict(_copy(source, target, work, on_progress))
+    saved = [line.split()[0] for line in work if outcomes.get(line)]
+    lost = tuple(_name(line) for line in work if not outcomes.get(line))
+    return SalvageReport(target, saved.count("records"), saved.count("state"), lost)
+
+
+def _name(line: str) -> str:
+    table, key = line.split()
+    return key if table == "records" else bytes.fromhex(key).replace(b"\0", b"/").decode(errors="replace")
+
+
+def _list(source: str, table: str) -> set[bytes]:
+    """Keys of one table, as many as a child could list."""
+    command = child_command("salvage", "list_keys", source, table)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    return {bytes.fromhex(line) for line in done.stdout.splitlines(keepends=True) if line.endswith("\n")}
+
+
+def _copy(
+    source: str, target: str, work: list[str], on_progress: Callable[[int, int], None] | None
+) -> Iterator[tuple[str, bool]]:
+    """Let children copy entries; one that dies takes only the entry it was at with it."""
+    left = list(work)
+    for _ in range(_MAX_DEATHS):
+        if not left:
+            return
+        command = child_command("salvage", "copy_entries", source, target)
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        answers, _ = child.communicate("".join(f"{line}\n" for line in left))
+        answered = [answer for answer in answers.splitlines() if answer in ("saved", "lost")]
+        for line, answer in zip(left, answered, strict=False):
+            yield line, answer == "saved"
+        left = left[len(answered) :]
+        if left and child.returncode:
+            yield left.pop(0), False
+        if on_progress is not None:
+            on_progress(len(work) - len(left), len(work))
+
+
+def list_keys(source: str, table: str) -> None:
+    """Body of a child: write the keys of a table to stdout, one in a line, in hex."""
+    env = Environment.unchecked(source)
+    with env.read() as txn:
+        for key in txn.keys(table):
+            sys.stdout.write(key.hex() + "\n")
+            sys.stdout.flush()
+
+
+def copy_entries(source: str, target: str) -> None:
+    """Body of a child: copy the entries named on stdin and say for each whether it was saved."""
+    env = Environment.unchecked(source)
+    with KVStore.open(target, create=False) as store:
+        for line in sys.stdin:
+            table, key = line.split()
+            copy = _copy_record if table == "records" else _copy_state
+            try:
+                copy(env, store, bytes.fromhex(key))
+                answer = "saved"
+            except KameraStoreError:
+                answer = "lost"
+            sys.stdout.write(answer + "\n")
+            sys.stdout.flush()
+
+
+def _copy_record(env: Environment, store: KVStore, key: bytes) -> None:
+    with env.read() as txn:
+        header = bytes(txn.get("records", key) or b"")
+        record = decode_header(key, header)
+        payload.require_sound(txn, record)
+        names = [segment_key(key, index) for index in range(record.num_segments)]
+        values = [bytes(txn.get("segments", name)) for name in names]
+        usage = _usage(txn, record, len(header))
+
+    def action(txn: Transaction) -> None:
+        txn.put("records", key, header)
+        for name, value in zip(names, values, strict=True):
+            txn.put("segments", name, value)
+        ledger.add(txn, usage, record)
+
+    store._write(action)
+
+
+def _usage(txn: Transaction, record: Record, header_bytes: int) -> ledger.Usage:
+    row = txn.get("ledger", record.key)
+    try:
+        return ledger.decode_usage(record.key, b"" if row is None else row)
+    except DamagedError:
+        return ledger.usage_of(record, header_bytes, record.created_s)
+
+
+def _copy_state(env: Environment, store: KVStore, key: bytes) -> None:
+    with env.read() as txn:
+        value = bytes(txn.get("state", key) or b"")
+    open_row("state", key, value)
+    store._write(lambda txn: txn.put("state", key, value))
