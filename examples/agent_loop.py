@@ -17,10 +17,10 @@ from statistics import median
 import numpy as np
 
 from kamera_cli.engine import Engine
-from kamera_cli.model.generate import Chooser, decode
-from kamera_cli.query.compare import reopen
 from kamera_cli.live import Window
+from kamera_cli.model.generate import Chooser, decode
 from kamera_cli.model.inputs import ChunkInputs
+from kamera_cli.query.compare import reopen
 from kamera_cli.settings import Settings
 from kamera_cli.tiny.render import write_video
 from kamera_cli.tiny.vocabulary import DIGITS, LETTERS
@@ -109,7 +109,9 @@ def run(engine: Engine, video: Path, topics: list[Topic], visits: list[tuple[Top
         f"patches added {(engine.store.stats().stored_bytes - stored) / 1e6:.1f} MB to the store; in memory ",
         end="",
     )
-    print(f"{engine.hot.held_bytes / 1e6:.1f} of {engine.hot.limit_bytes / 1e6:.1f} MB at the end")
+    print(
+        f"{engine.context.hot.held_bytes / 1e6:.1f} of {engine.context.hot.limit_bytes / 1e6:.1f} MB at the end"
+    )
     print(
         f"not counted for re-encode: decoding the file, {decode_ms:.0f} ms each time that frames are not in memory"
     )

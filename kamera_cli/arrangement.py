@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kamera_cli.errors import NotFoundError, RefusedError, UsageError
+from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.library import Library, identity_of
 from kamera_cli.results import WindowEntry, WindowView
 from kamera_cli.window import pick, refuse_what_left
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record
-
-if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
 
 Chain = tuple[Identity, ...]
 """Chunks in the order in which a conditioned forward prefills them; the last one is conditioned on the others."""
@@ -30,21 +26,6 @@ class Conditioned:
     @property
     def chain(self) -> Chain | None:
         return None if self.antecedents is None else (*self.antecedents, identity_of(self.entry))
-
-
-def refuse_other_model(engine: Engine, window: WindowView) -> None:
-    """Refuse a window whose chunks were made by another model, by weights, config, tokenizer, dtype or position rule.
-
-    Raises
-    ------
-    RefusedError
-    """
-    if window.fingerprint != engine.fingerprint:
-        raise RefusedError(
-            f"window {window.name!r} holds chunks of another model (its fingerprint {window.fingerprint[:10]}, "
-            f"{engine.settings.model} as {engine.dtype_name} has {engine.fingerprint[:10]}); "
-            "use that model, --dtype and release of transformers, or ingest again into another window"
-        )
 
 
 def ordered(window: WindowView, chunks: Sequence[str] | None) -> tuple[WindowEntry, ...]:
@@ -105,17 +86,3 @@ def require_record(library: Library, identity: Identity, label: str) -> Record:
     if record is None:
         raise NotFoundError(f"chunk {label} is no longer in the store; ingest its source again")
     return record
-
-
-def require_context(engine: Engine, num_positions: int, what: str) -> None:
-    """Refuse a prompt that is longer than the model's context.
-
-    Raises
-    ------
-    UsageError
-    """
-    limit = engine.runner.max_tokens
-    if num_positions > limit:
-        raise UsageError(
-            f"{what}: {num_positions} tokens, the context of {engine.checkpoint.label} is {limit}"
-        )

@@ -9,25 +9,14 @@ Importing this module loads no torch; the model is loaded by the first call that
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from kamera_cli.errors import RefusedError, UsageError
-from kamera_cli.ingest import sources as ingest_job
 from kamera_cli import evict as moves
+from kamera_cli.context import Context
+from kamera_cli.ingest import sources as ingest_job
 from kamera_cli.live import Window
-from kamera_cli.model.checkpoint import (
-    Checkpoint,
-    Contents,
-    fingerprint,
-    open_checkpoint,
-    positions_memory,
-    read_contents,
-)
-from kamera_cli.model.dtypes import dtype_name_for
 from kamera_cli.results import (
     CompileResult,
     EvictResult,
@@ -43,14 +32,9 @@ from kamera_cli.window import list_windows, load_window
 from kamera_store.kvstore import KVStore
 
 if TYPE_CHECKING:
-    from kamera_cli.hot import HotCache
     from kamera_cli.library import Library
     from kamera_cli.model.runner import ModelRunner
     from kamera_cli.model.self_test import SelfTest
-
-POSITIONS, SELFTEST, NO_GPU = "positions", "selftest", "no-gpu"
-"""State spaces of the store: what position functions answered, which fingerprints passed the self-test, and on which
-hosts it was said that there is no GPU."""
 
 
 class Engine:
@@ -66,6 +50,8 @@ class Engine:
         Receives a `Progress` after each step of a long job.
     on_warning : callable, optional
         Receives one line at a time that a person should see.
+    runner : ModelRunner, optional
+        The model of ``settings.model``, loaded already by another engine.
 
     Notes
     -----
@@ -79,12 +65,9 @@ class Engine:
         *,
         on_progress: Callable[[Progress], None] | None = None,
         on_warning: Callable[[str], None] | None = None,
+        runner: ModelRunner | None = None,
     ) -> None:
-        if settings.hot_bytes < 0:
-            raise UsageError(f"hot_bytes {settings.hot_bytes}: must not be negative")
-        self.settings = settings
-        self.progress = on_progress or (lambda _step: None)
-        self.warn = on_warning or (lambda _line: None)
+        self.context = Context(settings, on_progress=on_progress, on_warning=on_warning, runner=runner)
 
     def __enter__(self) -> Engine:
         return self
@@ -94,142 +77,40 @@ class Engine:
 
     def close(self) -> None:
         """Release the store; the engine can be used again afterwards."""
-        if (hot := self.__dict__.get("hot")) is not None:
-            hot.clear()
-        store = self.__dict__.pop("store", None)
-        if store is not None:
-            store.close()
+        self.context.close()
 
-    @cached_property
+    @property
+    def settings(self) -> Settings:
+        return self.context.settings
+
+    @property
     def store(self) -> KVStore:
         """The store at ``settings.store``, created when it is not there."""
-        return KVStore.open(self.settings.store, quota_bytes=self.settings.quota_bytes)
+        return self.context.store
 
-    @cached_property
-    def checkpoint(self) -> Checkpoint:
-        """The model's folder, checked but not loaded."""
-        return open_checkpoint(self.settings.model, trust_remote_code=self.settings.trust_remote_code)
-
-    @cached_property
-    def contents(self) -> Contents:
-        """Digests of the model's files, taken once: loading and fingerprint go by the same ones."""
-        return self._read_contents(self.checkpoint, rehash=self.settings.rehash)
-
-    def _read_contents(self, checkpoint: Checkpoint, *, rehash: bool) -> Contents:
-        return read_contents(
-            checkpoint,
-            self.store,
-            rehash=rehash,
-            on_hash=lambda name: self.progress(Progress(f"hashing {name}", 0, None, "files")),
-        )
-
-    @cached_property
+    @property
     def runner(self) -> ModelRunner:
-        """The loaded model.
-
-        Raises
-        ------
-        RefusedError
-            It cannot be loaded, or its files changed after their digests were taken.
-        """
-        from kamera_cli.model.loading import load
-        from kamera_cli.model.runner import ModelRunner
-
-        settings, taken = self.settings, self.contents
-        self.progress(Progress(f"loading {self.checkpoint.label}", 0, 1, "models"))
-        runner = ModelRunner(
-            load(
-                self.checkpoint,
-                device=settings.device,
-                dtype=settings.dtype,
-                attention=settings.attention,
-                trust_remote_code=settings.trust_remote_code,
-            )
-        )
-        again = open_checkpoint(settings.model, trust_remote_code=settings.trust_remote_code)
-        if self._read_contents(again, rehash=False) != taken:
-            raise RefusedError(f"model {again.label} changed while it was in use; run the command again")
-        if settings.device == "auto" and runner.device.type == "cpu":
-            self._warn_of_the_cpu_once()
-        self.progress(
-            Progress(
-                f"loading {self.checkpoint.label}", 1, 1, "models", f"on the {runner.device.type.upper()}"
-            )
-        )
-        return runner
-
-    def _warn_of_the_cpu_once(self) -> None:
-        """The first time that a model is loaded here for this store; the receipt of each query names the device."""
-        host = platform.node()[:200]
-        if self.store.get_state(NO_GPU, host) is None:
-            self.warn(
-                "no GPU found: running on the CPU, expect it to be slow (said once; -v names the device)"
-            )
-            self.store.put_state(NO_GPU, host, {"said": True}, expect="any")
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Model fingerprint (design §3). Needs the model only when its position function was never probed here."""
-        memory = positions_memory(self.checkpoint)
-        known = self.store.get_state(POSITIONS, memory)
-        positions = known.value["probe"] if known else self._probe_positions(memory)
-        return fingerprint(self.checkpoint, self.contents, positions=positions, dtype=self.dtype_name)
-
-    def _probe_positions(self, memory: str) -> str:
-        found = self.runner.probe_positions()
-        self.store.put_state(POSITIONS, memory, {"probe": found}, expect="any")
-        return found
+        """The loaded model."""
+        return self.context.runner
 
     @property
     def library(self) -> Library:
         """Chunks and patches of this tenant and model in the store; made without loading the model."""
-        from kamera_cli.library import Library
-        from kamera_cli.model.families import TENSOR_NAMES
-        from kamera_cli.model.loading import device_of
+        return self.context.library
 
-        names = TENSOR_NAMES[self.checkpoint.architecture.family]
-        device = device_of(self.settings.device)
-        return Library(self.store, self.settings.tenant, self.fingerprint, device, names, self.hot)
-
-    @cached_property
-    def hot(self) -> HotCache | None:
-        """What is kept in memory of chunks and patches that were used; None with ``Settings.hot_bytes`` 0."""
-        from kamera_cli.hot import HotCache
-
-        return HotCache(self.settings.hot_bytes) if self.settings.hot_bytes else None
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model as it is used here, 64 hex digits."""
+        return self.context.fingerprint
 
     @property
     def vision_calls(self) -> int:
         """Forwards of the vision tower so far; none while the model is not loaded."""
-        return self.runner.vision_calls if "runner" in self.__dict__ else 0
-
-    @property
-    def dtype_name(self) -> str:
-        """Compute dtype without loading torch where the answer is plain; the loaded model's own otherwise."""
-        if "runner" in self.__dict__:
-            return str(self.runner.dtype).removeprefix("torch.")
-        plain = dtype_name_for(self.settings.device, self.settings.dtype)
-        return plain or str(self.runner.dtype).removeprefix("torch.")
-
-    def ensure_self_tested(self) -> None:
-        """Run the self-test once per fingerprint, before anything is written for it.
-
-        Raises
-        ------
-        RefusedError
-            A check failed: the captured KV is not what this model's own cache holds.
-        """
-        from kamera_cli.model.self_test import require, self_test
-
-        if self.store.get_state(SELFTEST, self.fingerprint) is None:
-            require(self_test(self.runner), self.checkpoint.label)
-            self.store.put_state(SELFTEST, self.fingerprint, {"passed": True}, expect="any")
+        return self.context.vision_calls
 
     def self_test(self) -> SelfTest:
         """Compare capture, relocation and positions with the model's own (``kamera models check``)."""
-        from kamera_cli.model.self_test import self_test
-
-        return self_test(self.runner)
+        return self.context.self_test()
 
     def ingest(
         self,
@@ -268,7 +149,7 @@ class Engine:
         options = ingest_job.IngestOptions(
             fps, chunk_seconds, max_pixels, chunk_tokens, name, partial, dry_run
         )
-        return ingest_job.ingest(self, [os.fspath(source) for source in sources], window, options)
+        return ingest_job.ingest(self.context, [os.fspath(source) for source in sources], window, options)
 
     def compile_patches(
         self,
@@ -314,7 +195,7 @@ class Engine:
         if budget is not None:
             budget = str(budget)
         options = PatchOptions(rank, energy, factor_dtype, probe, time_prefill, budget=budget, learn=True)
-        return compiling.compile_patches(self, chunks, window, kind, options)
+        return compiling.compile_patches(self.context, chunks, window, kind, options)
 
     def query(
         self,
@@ -369,7 +250,7 @@ class Engine:
         options = query.QueryOptions(
             reuse, compare, max_kl, require_hit, max_new_tokens, temperature, seed, rank, on_token, place
         )
-        return query.query(self, question, window, chunks, options)
+        return query.query(self.context, question, window, chunks, options)
 
     def explain(
         self,
@@ -382,11 +263,10 @@ class Engine:
     ) -> QueryPlan:
         """What a query with these options would use, and what it would read; nothing is read or run."""
         from kamera_cli.query import arrange as arranging
-        from kamera_cli.arrangement import refuse_other_model
 
         arranging.check_request(reuse, max_kl, place)
         view = load_window(self.store, self.settings.tenant, window)
-        refuse_other_model(self, view)
+        self.context.refuse_other_model(view)
         found = arranging.arrange(self.library, view, chunks, reuse=reuse, max_kl=max_kl, place=place)
         return arranging.described(found, window, reuse)
 
@@ -403,8 +283,7 @@ class Engine:
         result = moves.evict(
             self.store, self.settings.tenant, window, chunks, oldest=oldest, purge=purge, dry_run=dry_run
         )
-        if (hot := self.__dict__.get("hot")) is not None:
-            hot.check(self.store)
+        self.context.drop_deleted()
         return result
 
     def recall(
@@ -420,9 +299,9 @@ class Engine:
         from kamera_cli import repair as repairing
 
         where = moves.position(at)
-        done = repairing.standing(self, chunks, window, where) if repair else None
-        result = recalling.recall(self, chunks, window, where) if done is None else done
-        return repairing.repair(self, result) if repair else result
+        done = repairing.standing(self.context, chunks, window, where) if repair else None
+        result = recalling.recall(self.context, chunks, window, where) if done is None else done
+        return repairing.repair(self.context, result) if repair else result
 
     def open_window(self, name: str = "default") -> Window:
         """A window as one object to hold on to; the window itself begins with its first ingest.

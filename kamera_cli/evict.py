@@ -15,8 +15,8 @@ from kamera_cli.window import (
     update_window,
     without,
 )
-from kamera_store.kvstore import KVStore
 from kamera_store.format.records import Record
+from kamera_store.kvstore import KVStore
 
 
 def position(at: str | int) -> int | None:

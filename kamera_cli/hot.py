@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from kamera_store.kvstore import KVStore
 from kamera_store.format.records import Record
+from kamera_store.kvstore import KVStore
 
 if TYPE_CHECKING:
     from kamera_cli.library import Library

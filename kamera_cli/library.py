@@ -24,9 +24,9 @@ from kamera_cli.operator.ranks import weighted_energy
 from kamera_cli.results import WindowEntry
 from kamera_store.errors import DamagedError, DamagedRecordWarning, MissingRecordError
 from kamera_store.format.keys import Identity, chunk_identity, patch_identity
-from kamera_store.kvstore import KVStore
 from kamera_store.format.records import Record, TensorBytes, TensorInfo
 from kamera_store.format.tensors import to_bytes, to_torch
+from kamera_store.kvstore import KVStore
 
 _T = TypeVar("_T")
 

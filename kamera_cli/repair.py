@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kamera_cli.arrangement import conditioning, refuse_other_model
+from kamera_cli.arrangement import conditioning
 from kamera_cli.patches.form import form_chains
 from kamera_cli.patches.request import PatchOptions
 from kamera_cli.recall import cascade_of
@@ -19,17 +19,17 @@ from kamera_cli.results import RecallResult
 from kamera_cli.window import load_window, pick, reconditioned, update_window
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
 
 
-def standing(engine: Engine, chunks: Sequence[str], window: str, at: int | None) -> RecallResult | None:
+def standing(context: Context, chunks: Sequence[str], window: str, at: int | None) -> RecallResult | None:
     """The result of a recall that is done already, so that an interrupted repair can go on; None where it is not.
 
     It is done when the chunks stand where they are asked for, in this order.
     """
     started = time.perf_counter()
-    view = load_window(engine.store, engine.settings.tenant, window)
-    refuse_other_model(engine, view)
+    view = load_window(context.store, context.tenant, window)
+    context.refuse_other_model(view)
     returning = pick((*view.evicted, *view.entries), chunks, f"window {window!r}")
     first = len(view.entries) - len(returning) if at is None else at
     if first < 0 or view.entries[first : first + len(returning)] != returning:
@@ -38,13 +38,13 @@ def standing(engine: Engine, chunks: Sequence[str], window: str, at: int | None)
         window=view,
         recalled=returning,
         patched=(),
-        cascade=cascade_of(engine, returning),
+        cascade=cascade_of(context, returning),
         vision_calls=0,
         total_ms=1e3 * (time.perf_counter() - started),
     )
 
 
-def repair(engine: Engine, recalled: RecallResult) -> RecallResult:
+def repair(context: Context, recalled: RecallResult) -> RecallResult:
     """Form the patches of a recall's cascade for the window as it is now, the cheapest first.
 
     The window follows chunk by chunk, each after its patch is stored, so that an interrupted repair leaves what it did.
@@ -55,9 +55,9 @@ def repair(engine: Engine, recalled: RecallResult) -> RecallResult:
         With the numbers of the repaired chunks, in the order of repair, and the ids of their patches.
     """
     started = time.perf_counter()
-    tenant, name = engine.settings.tenant, recalled.window.name
+    tenant, name = context.tenant, recalled.window.name
     back = {entry.chunk for entry in recalled.recalled}
-    view = load_window(engine.store, tenant, name)
+    view = load_window(context.store, tenant, name)
     named = {entry.chunk for entry in view.entries} & set(recalled.cascade) - back
     after = reconditioned(view, named)
     changed = [new for new, old in zip(after.entries, view.entries, strict=True) if new != old]
@@ -68,10 +68,10 @@ def repair(engine: Engine, recalled: RecallResult) -> RecallResult:
     for entry in changed:
         (wanted,) = conditioning(after, [entry], given_order=False)
         if wanted.antecedents:
-            formed, _ = form_chains(engine, [wanted.chain], PatchOptions(any_usable=True), numbers)
+            formed, _ = form_chains(context, [wanted.chain], PatchOptions(any_usable=True), numbers)
             patches += [patch.id for patch in formed]
         view = update_window(
-            engine.store, tenant, name, lambda current, chunk=entry.chunk: reconditioned(current, {chunk})
+            context.store, tenant, name, lambda current, chunk=entry.chunk: reconditioned(current, {chunk})
         )
     return replace(
         recalled,

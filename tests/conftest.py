@@ -50,7 +50,13 @@ def open_engine(checkpoints: Callable[[str], Path], tmp_path: Path) -> Iterator[
     """Make engines over one fresh store: ``open_engine(family, warnings=[], **settings)``."""
     opened = []
 
-    def make(family: str = "qwen2_5_vl", *, warnings: list[str] | None = None, **settings: object) -> object:
+    def make(
+        family: str = "qwen2_5_vl",
+        *,
+        warnings: list[str] | None = None,
+        runner: object = None,
+        **settings: object,
+    ) -> object:
         from kamera_cli.engine import Engine
         from kamera_cli.settings import Settings
 
@@ -60,7 +66,9 @@ def open_engine(checkpoints: Callable[[str], Path], tmp_path: Path) -> Iterator[
             "model": str(checkpoints(family)),
             **settings,
         }
-        engine = Engine(Settings(**options), on_warning=None if warnings is None else warnings.append)
+        engine = Engine(
+            Settings(**options), on_warning=None if warnings is None else warnings.append, runner=runner
+        )
         opened.append(engine)
         return engine
 

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from kamera_cli.patches.request import PatchOptions
 from kamera_cli.model.compat import DynamicCache, fill_cache
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
@@ -16,6 +15,7 @@ from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.operator.patch import LayerPatch, factorise, form, residual
 from kamera_cli.operator.ranks import Worth
+from kamera_cli.patches.request import PatchOptions
 
 
 @dataclass(frozen=True)

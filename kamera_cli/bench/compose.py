@@ -22,13 +22,13 @@ from kamera_cli.bench.results import SuiteResult
 from kamera_cli.bench.rivals import chosen
 from kamera_cli.bench.scratch import scratch_engine
 from kamera_cli.engine import Engine
-from kamera_cli.model.generate import next_token_kl
-from kamera_cli.patches.pairs import gain_of
-from kamera_cli.patches.worth import layer_worth
 from kamera_cli.library import identity_of
+from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.scoring import is_greedy_match, score
 from kamera_cli.operator.compose import compose
 from kamera_cli.operator.patch import Factors, LayerPatch
+from kamera_cli.patches.pairs import gain_of
+from kamera_cli.patches.worth import layer_worth
 from kamera_cli.results import Progress
 from kamera_cli.settings import Settings
 from kamera_cli.tiny.world import MAX_CHUNKS, MIN_CHUNKS, Episode, episode
@@ -66,10 +66,10 @@ def measure(
             _episode(engine, index, options.seed, rules, arms, work)
         on_progress(Progress("composing", count, count, "episodes"))
         described = {
-            "model": engine.checkpoint.label,
+            "model": engine.context.checkpoint.label,
             "fingerprint": engine.fingerprint,
             "device": str(engine.runner.device),
-            "dtype": engine.dtype_name,
+            "dtype": engine.context.dtype_name,
             "num_episodes": count,
             "seconds_per_episode": (time.perf_counter() - started) / count,
         }

@@ -14,8 +14,8 @@ from kamera_cli.bench.deficit_report import CAPTURE_RANKS, Findings, report
 from kamera_cli.bench.episodes import Task, tasks
 from kamera_cli.bench.results import SuiteResult
 from kamera_cli.bench.scratch import scratch_engine
-from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache
+from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.scoring import score
 from kamera_cli.operator.patch import residual
 from kamera_cli.results import Progress
@@ -47,9 +47,9 @@ def measure(
             on_progress(Progress("looking at Δ", done, count, "episodes"))
             _episode(task, cuts, found)
         described = {
-            "model": engine.checkpoint.label,
+            "model": engine.context.checkpoint.label,
             "device": str(runner.device),
-            "dtype": engine.dtype_name,
+            "dtype": engine.context.dtype_name,
             "num_episodes": count,
             "num_layers": runner.family.num_layers,
         }

@@ -18,8 +18,8 @@ from kamera_cli.bench.results import SuiteResult
 from kamera_cli.bench.rivals import chosen
 from kamera_cli.bench.scratch import scratch_engine
 from kamera_cli.bench.sizes import of_factors, of_layer
-from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache
+from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.scoring import is_greedy_match, score
 from kamera_cli.operator.patch import LayerPatch, residual
 from kamera_cli.results import Progress
@@ -58,10 +58,10 @@ def measure(
         on_progress(Progress("answering", count, count, "episodes"))
         seconds = time.perf_counter() - started
         described = {
-            "model": engine.checkpoint.label,
+            "model": engine.context.checkpoint.label,
             "fingerprint": engine.fingerprint,
             "device": str(runner.device),
-            "dtype": engine.dtype_name,
+            "dtype": engine.context.dtype_name,
             "attention": runner.loaded.attention,
             "num_episodes": count,
             "num_questions": {group: len(arms[REFERENCE].right[group]) for group in GROUPS},

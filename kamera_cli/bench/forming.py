@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from kamera_cli.bench.arrangement import Arrangement
 from kamera_cli.bench.sizes import Size, of_factors, of_layer
-from kamera_cli.patches.request import PatchOptions
-from kamera_cli.patches.worth import LEAST_FELT, MAX_TOKENS, MAX_TRIES, Context, Measured, measure
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator.patch import (
     MAX_AUTO_RANK,
@@ -22,6 +20,8 @@ from kamera_cli.operator.patch import (
     truncated,
 )
 from kamera_cli.operator.ranks import Sensitivity, Spectrum, Worth, choose, parse_budget, worth
+from kamera_cli.patches.request import PatchOptions
+from kamera_cli.patches.worth import LEAST_FELT, MAX_TOKENS, MAX_TRIES, Measured, Prompt, measure
 
 AS_COMPILED = "as compile-patches forms them"
 """Name of the arm with default options: ranks by worth, factors in 8-bit integers."""
@@ -64,7 +64,7 @@ class Learner:
                 (runner.preamble_layers, window.conditioned),
             )
         )
-        found = measure(Context(runner, segments, canonical, conditioned))
+        found = measure(Prompt(runner, segments, canonical, conditioned))
         self._sums = [
             tuple(map(_sum, *layers)) for layers in zip(self._sums or _nothing(found), found, strict=True)
         ]

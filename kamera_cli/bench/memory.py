@@ -16,10 +16,10 @@ from kamera_cli.bench.memory_report import BLIND, REFERENCE, Arm, report
 from kamera_cli.bench.results import SuiteResult
 from kamera_cli.bench.scratch import scratch_engine
 from kamera_cli.bench.sizes import Size
-from kamera_cli.model.generate import next_token_kl
-from kamera_cli.patches.request import PatchOptions
 from kamera_cli.model.compat import DynamicCache
+from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.scoring import is_greedy_match, score
+from kamera_cli.patches.request import PatchOptions
 from kamera_cli.results import Progress
 from kamera_cli.settings import DEFAULT_ENERGY, Settings
 
@@ -80,10 +80,10 @@ def measure(
             kv += _episode(task, learner, arms)
         on_progress(Progress("answering", count, count, "episodes"))
         described = {
-            "model": engine.checkpoint.label,
+            "model": engine.context.checkpoint.label,
             "fingerprint": engine.fingerprint,
             "device": str(engine.runner.device),
-            "dtype": engine.dtype_name,
+            "dtype": engine.context.dtype_name,
             "num_episodes": count,
             "num_questions": {group: len(arms[REFERENCE].right[group]) for group in GROUPS},
             "num_windows_learned_from": learner.num_windows,

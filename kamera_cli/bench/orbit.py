@@ -80,7 +80,7 @@ def measure(
             tables.append(_table(size, count, ways, found))
             data[f"of_{size}"] = found
         described = {
-            "model": engine.checkpoint.label,
+            "model": engine.context.checkpoint.label,
             "device": str(engine.runner.device),
             "rank": ways.rank,
             "energy": ways.energy if ways.rank == "auto" else None,

@@ -9,12 +9,12 @@ from typing import Literal
 from kamera_cli.bench.episodes import Encoded
 from kamera_cli.bench.forming import AS_COMPILED
 from kamera_cli.bench.shared_orbit import form_shared
-from kamera_cli.patches.request import PatchOptions
 from kamera_cli.model.compat import DynamicCache, shorten
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator.orbit import antecedent_sets, formed_orders, mean_kv
 from kamera_cli.operator.patch import LayerPatch, form
 from kamera_cli.operator.ranks import Worth
+from kamera_cli.patches.request import PatchOptions
 
 EXACT, ORBIT = "exact, one per order", "orbit, one per set"
 RIVALS = SHARED, ONE_ORDER, ONE_MEAN = "one V for all sets", "one order", "one mean patch"

@@ -26,8 +26,8 @@ from kamera_cli.bench.slide_report import (
     Right,
     report,
 )
-from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache
+from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.scoring import is_greedy_match, score
 from kamera_cli.operator.ranks import Worth
 from kamera_cli.results import Progress
@@ -62,9 +62,9 @@ def measure(
             on_progress(Progress("sliding", done, count, "episodes"))
             _episode(encoded, ranks, learner, right, kls)
         described = {
-            "model": engine.checkpoint.label,
+            "model": engine.context.checkpoint.label,
             "device": str(runner.device),
-            "dtype": engine.dtype_name,
+            "dtype": engine.context.dtype_name,
             "num_episodes": count,
             "seconds_per_episode": (time.perf_counter() - started) / count,
         }

@@ -20,9 +20,9 @@ from kamera_cli.results import Progress
 from kamera_cli.settings import Settings
 from kamera_cli.words import format_bytes
 from kamera_store.format.keys import identity
-from kamera_store.kvstore import KVStore
 from kamera_store.format.records import Record, TensorBytes
 from kamera_store.format.tensors import to_bytes
+from kamera_store.kvstore import KVStore
 
 if TYPE_CHECKING:
     from kamera_cli.bench import BenchOptions

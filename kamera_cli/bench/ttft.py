@@ -150,7 +150,7 @@ def _describe(engine: Engine, geometry: str, model: str) -> dict:
         "weights": "as shipped" if geometry == "tiny" else "random",
         "num_parameters": parameters,
         "device": str(runner.device),
-        "dtype": engine.dtype_name,
+        "dtype": engine.context.dtype_name,
         "attention": runner.loaded.attention,
     }
 

@@ -63,7 +63,7 @@ def rescue_to(session: Session, target: str) -> None:
     DamageFound
         If entries were lost.
     """
-    from kamera_store import rescue as salvage
+    from kamera_store import salvage
 
     session.require_store()
     with session.output.working() as on_progress:

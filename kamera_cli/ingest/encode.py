@@ -20,7 +20,7 @@ from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
 
 
 def sampling(options: IngestOptions, runner: ModelRunner) -> Sampling:
@@ -65,7 +65,7 @@ def _text_chunks(
 
 
 def encode_source(
-    engine: Engine, path: str, content: str, options: IngestOptions, identity: Identity
+    context: Context, path: str, content: str, options: IngestOptions, identity: Identity
 ) -> tuple[IngestedSource, tuple[Record, ...]]:
     """Encode what the store does not hold yet, and enter the source in the index.
 
@@ -83,24 +83,24 @@ def encode_source(
     info = inspect(path)
     if info.content_sha256 != content:
         raise MediaError(path, "it changed while it was being read", "ingest it again when it is finished")
-    kinds = engine.checkpoint.architecture.media
+    kinds = context.checkpoint.architecture.media
     if info.kind not in kinds:
         raise UnfitMediaError(
-            path, f"it is {info.kind}, and model {engine.checkpoint.label} takes {', '.join(kinds)}"
+            path, f"it is {info.kind}, and model {context.checkpoint.label} takes {', '.join(kinds)}"
         )
     if not options.dry_run:
-        engine.ensure_self_tested()
-    runner = engine.runner
+        context.ensure_self_tested()
+    runner = context.runner
     total = num_chunks(info, sampling(options, runner)) if info.kind != "text" else None
-    encoder = _Encoder(engine, path, info, options, identity.id)
+    encoder = _Encoder(context, path, info, options, identity.id)
     notes, whole = info.notes, True
-    report(engine, 0, total, info.path)
+    report(context, 0, total, info.path)
     clock = time.perf_counter()
     try:
         for chunk, inputs in model_inputs(runner, path, info, options):
             encoder.spent["decode"] += 1e3 * (time.perf_counter() - clock)
             encoder.add(chunk, inputs)
-            report(engine, len(encoder.results), total, info.path)
+            report(context, len(encoder.results), total, info.path)
             clock = time.perf_counter()
     except MediaError as error:
         if not (options.partial and encoder.results):
@@ -115,7 +115,7 @@ def encode_source(
             f"{repeated} chunks show exactly what another one shows; the window holds such chunks once",
         )
     if whole and not options.dry_run:
-        _index(engine, identity, info, options, notes, encoder.records)
+        _index(context, identity, info, options, notes, encoder.records)
     times = {f"{name}_ms": value for name, value in encoder.spent.items()}
     source = IngestedSource(path, info.kind, tuple(encoder.results), False, notes, **times)
     return source, tuple(encoder.records)
@@ -125,38 +125,38 @@ class _Encoder:
     """Takes chunks of one source one at a time: finds or encodes each, and keeps count."""
 
     def __init__(
-        self, engine: Engine, path: str, info: SourceInfo, options: IngestOptions, unit: str
+        self, context: Context, path: str, info: SourceInfo, options: IngestOptions, unit: str
     ) -> None:
         self.results: list[IngestedChunk] = []
         self.records: list[Record] = []
         self.spent = {"decode": 0.0, "encode": 0.0, "prefill": 0.0, "write": 0.0}
-        self._engine, self._path, self._info, self._options, self._unit = engine, path, info, options, unit
+        self._context, self._path, self._info, self._options, self._unit = context, path, info, options, unit
         self._warned = False
 
     def add(self, chunk: MediaChunk, inputs: ChunkInputs) -> None:
         """Find a chunk by what the model would see of it, or encode and store it."""
-        engine = self._engine
+        context = self._context
         self._refuse_too_long(inputs)
-        self._warned = self._warned or _warn_coarse_time(engine, inputs)
-        identity = engine.library.chunk_identity(inputs)
-        meta = _meta(engine, self._path, self._info, chunk, self._options)
-        record = engine.store.find(identity, tenant=engine.settings.tenant)
+        self._warned = self._warned or _warn_coarse_time(context, inputs)
+        identity = context.library.chunk_identity(inputs)
+        meta = _meta(context, self._path, self._info, chunk, self._options)
+        record = context.store.find(identity, tenant=context.tenant)
         outcome = "found"
         if record is None:
             outcome = "planned" if self._options.dry_run else "encoded"
-            engine.store.check_room(chunk_bytes(engine.runner, inputs))
+            context.store.check_room(chunk_bytes(context.runner, inputs))
         if outcome == "encoded":
             record = self._encode(identity, inputs, meta)
         if record is not None:
             self.records.append(record)
         name = chunk_name(meta, self._options.name)
-        self.results.append(_result(engine.runner, identity, inputs, record, outcome, name, meta["source"]))
+        self.results.append(_result(context.runner, identity, inputs, record, outcome, name, meta["source"]))
 
     def _refuse_too_long(self, inputs: ChunkInputs) -> None:
-        runner = self._engine.runner
+        runner = self._context.runner
         length = runner.preamble.positions.span + inputs.positions.span
         if length > runner.max_tokens:
-            label = self._engine.checkpoint.label
+            label = self._context.checkpoint.label
             raise UnfitMediaError(
                 self._path,
                 f"a chunk takes {length} tokens with the preamble, the context of {label} is {runner.max_tokens}",
@@ -164,13 +164,13 @@ class _Encoder:
             )
 
     def _encode(self, identity: Identity, inputs: ChunkInputs, meta: dict) -> Record:
-        engine = self._engine
-        encoded = engine.runner.encode(inputs)
+        context = self._context
+        encoded = context.runner.encode(inputs)
         self.spent["encode"] += encoded.vision_ms
         self.spent["prefill"] += encoded.prefill_ms
         writing = time.perf_counter()
-        engine.library.put_chunk(identity, inputs, encoded, unit=self._unit, meta=meta)
-        record = engine.store.find(identity, tenant=engine.settings.tenant)
+        context.library.put_chunk(identity, inputs, encoded, unit=self._unit, meta=meta)
+        record = context.store.find(identity, tenant=context.tenant)
         if record is None:
             raise KameraError(
                 f"chunk {meta['name']} was not stored: its key {identity.id} belongs to other content"
@@ -191,7 +191,7 @@ def chunk_bytes(runner: ModelRunner, inputs: ChunkInputs) -> int:
     return num_bytes
 
 
-def _meta(engine: Engine, path: str, info: SourceInfo, chunk: MediaChunk, options: IngestOptions) -> dict:
+def _meta(context: Context, path: str, info: SourceInfo, chunk: MediaChunk, options: IngestOptions) -> dict:
     source = {
         "path": _reopenable(path, info),
         "sha256": info.content_sha256,
@@ -211,7 +211,7 @@ def _meta(engine: Engine, path: str, info: SourceInfo, chunk: MediaChunk, option
         "source": source,
         "ingest": ingest,
         "fps": chunk.fps,
-        "model": engine.checkpoint.label,
+        "model": context.checkpoint.label,
     }
 
 
@@ -242,7 +242,7 @@ def _result(
 
 
 def _index(
-    engine: Engine,
+    context: Context,
     identity: Identity,
     info: SourceInfo,
     options: IngestOptions,
@@ -256,16 +256,16 @@ def _index(
         "sha256": info.content_sha256,
         "notes": list(notes),
         "chunks": listed,
-        "parameters": options.parameters(engine.contents),
-        "fingerprint": engine.fingerprint,
+        "parameters": options.parameters(context.contents),
+        "fingerprint": context.fingerprint,
     }
-    tenant = engine.settings.tenant
-    engine.store.put(
+    tenant = context.tenant
+    context.store.put(
         identity, tenant=tenant, unit=identity.id, meta=meta, tensors=[], cost_ms=0.0, replace=True
     )
 
 
-def _warn_coarse_time(engine: Engine, inputs: ChunkInputs) -> bool:
+def _warn_coarse_time(context: Context, inputs: ChunkInputs) -> bool:
     """One warning when neighbouring grid steps of a video fall on the same time position.
 
     Read off the positions themselves: releases round the seconds of a step in different ways.
@@ -277,7 +277,7 @@ def _warn_coarse_time(engine: Engine, inputs: ChunkInputs) -> bool:
     num_positions = inputs.positions.ids[0, inputs.token_types == TYPES["video"]].unique().numel()
     if num_positions == num_steps:
         return False
-    engine.warn(
+    context.warn(
         f"at this rate one grid step is {float(seconds.min()):.3g} s, less than the installed model tells apart "
         f"({num_steps} steps have {num_positions} time positions): neighbouring steps fall together"
     )

@@ -32,7 +32,7 @@ from kamera_store.format.keys import Identity, source_identity
 from kamera_store.format.records import Record
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class IngestOptions:
         }
 
 
-def ingest(engine: Engine, sources: Sequence[str], window: str, options: IngestOptions) -> IngestResult:
+def ingest(context: Context, sources: Sequence[str], window: str, options: IngestOptions) -> IngestResult:
     """Ingest sources in order; see ``Engine.ingest``.
 
     Raises
@@ -74,14 +74,14 @@ def ingest(engine: Engine, sources: Sequence[str], window: str, options: IngestO
     """
     _check(sources, options)
     started = time.perf_counter()
-    fingerprint = engine.fingerprint
-    _refuse_other_model(engine, window, fingerprint)
+    fingerprint = context.fingerprint
+    _refuse_other_model(context, window, fingerprint)
     done: list[IngestedSource] = []
     kept: list[Record] = []
     failures: list[SourceFailure] = []
     for path in sources:
         try:
-            source, records = _one(engine, path, options, fingerprint)
+            source, records = _one(context, path, options, fingerprint)
         except MediaError as error:
             if len(sources) == 1:
                 raise
@@ -92,11 +92,11 @@ def ingest(engine: Engine, sources: Sequence[str], window: str, options: IngestO
         done.append(source)
         kept += records
     if not options.dry_run and kept and (options.partial or not failures):
-        _refuse_pushed_out(engine, kept)
+        _refuse_pushed_out(context, kept)
         entries = [_entry(record, options.name) for record in kept]
         view = update_window(
-            engine.store,
-            engine.settings.tenant,
+            context.store,
+            context.tenant,
             window,
             lambda old: appended(old, entries),
             fingerprint=fingerprint,
@@ -116,61 +116,61 @@ def _check(sources: Sequence[str], options: IngestOptions) -> None:
         raise UsageError(f"--max-pixels {options.max_pixels}: must be at least 1")
 
 
-def _refuse_pushed_out(engine: Engine, kept: Sequence[Record]) -> None:
+def _refuse_pushed_out(context: Context, kept: Sequence[Record]) -> None:
     """Nothing pins a chunk before its window is written: later sources may have pushed earlier ones out, or another
     process deleted them."""
-    if all(engine.store.get(record.key) is not None for record in kept):
+    if all(context.store.get(record.key) is not None for record in kept):
         return
     needed = sum({record.key: record.stored_bytes for record in kept}.values())
-    if engine.store.quota_bytes is not None and needed > engine.store.quota_bytes:
-        raise NoRoomError(needed, engine.store.quota_bytes, "quota, for all sources of one ingest")
+    if context.store.quota_bytes is not None and needed > context.store.quota_bytes:
+        raise NoRoomError(needed, context.store.quota_bytes, "quota, for all sources of one ingest")
     raise NotFoundError("a chunk of this ingest was deleted from the store meanwhile; ingest again")
 
 
-def _refuse_other_model(engine: Engine, window: str, fingerprint: str) -> None:
+def _refuse_other_model(context: Context, window: str, fingerprint: str) -> None:
     try:
-        owner = load_window(engine.store, engine.settings.tenant, window).fingerprint
+        owner = load_window(context.store, context.tenant, window).fingerprint
     except NotFoundError:
         return
     if owner != fingerprint:
         raise RefusedError(
             f"window {window!r} holds chunks of another model (its fingerprint {owner[:10]}, "
-            f"{engine.settings.model} has {fingerprint[:10]}); name another with --window"
+            f"{context.settings.model} has {fingerprint[:10]}); name another with --window"
         )
 
 
 def _one(
-    engine: Engine, path: str, options: IngestOptions, fingerprint: str
+    context: Context, path: str, options: IngestOptions, fingerprint: str
 ) -> tuple[IngestedSource, tuple[Record, ...]]:
-    tenant = engine.settings.tenant
+    tenant = context.tenant
     content = content_sha256(path)
     identity = source_identity(
         content_sha256=content,
-        parameters=options.parameters(engine.contents),
+        parameters=options.parameters(context.contents),
         fingerprint=fingerprint,
         tenant=tenant,
     )
-    known = engine.store.find(identity, tenant=tenant)
-    records = () if known is None else _still_there(engine, known)
+    known = context.store.find(identity, tenant=tenant)
+    records = () if known is None else _still_there(context, known)
     if records and not options.dry_run:
-        engine.store.touch([known.key, *(record.key for record in records)])
+        context.store.touch([known.key, *(record.key for record in records)])
     if records:
         chunks = tuple(_described(record, "found", options.name) for record in records)
         return IngestedSource(path, known.meta["kind"], chunks, True, tuple(known.meta["notes"])), records
     from kamera_cli.ingest.encode import encode_source
 
-    return encode_source(engine, path, content, options, identity)
+    return encode_source(context, path, content, options, identity)
 
 
-def _still_there(engine: Engine, source: Record) -> tuple[Record, ...]:
+def _still_there(context: Context, source: Record) -> tuple[Record, ...]:
     """Records of all chunks of a known source, or nothing when one of them was evicted or damaged."""
     records = []
     for chunk in source.meta["chunks"]:
         identity = Identity("chunk", bytes.fromhex(chunk["key"]), bytes.fromhex(chunk["digest"]))
         try:
-            record = engine.store.find(identity, tenant=engine.settings.tenant)
+            record = context.store.find(identity, tenant=context.tenant)
         except KameraStoreError as error:
-            engine.warn(f"{error}; encoding the source again")
+            context.warn(f"{error}; encoding the source again")
             return ()
         if record is None:
             return ()
@@ -211,6 +211,6 @@ def _numbered(source: IngestedSource, window: WindowView) -> IngestedSource:
     )
 
 
-def report(engine: Engine, done: int, total: int | None, what: str) -> None:
+def report(context: Context, done: int, total: int | None, what: str) -> None:
     """Tell how far an encode is."""
-    engine.progress(Progress(what, done, total))
+    context.progress(Progress(what, done, total))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from kamera_cli.errors import RefusedError
-from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.compat import DynamicCache, rope_index
 from kamera_cli.model.families.family import LayerKV
+from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.inputs import ChunkInputs, Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place

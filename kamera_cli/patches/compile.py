@@ -6,37 +6,34 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 from kamera_cli.errors import UsageError
-from kamera_cli.patches import exact
-from kamera_cli.patches import orbit
-from kamera_cli.patches import pair_forming
-from kamera_cli.patches import removal
-from kamera_cli.patches.report import refused_lines
-from kamera_cli.patches.request import PatchOptions
 from kamera_cli.operator.patch import FACTOR_DTYPES
 from kamera_cli.operator.ranks import parse_budget
+from kamera_cli.patches import exact, orbit, pair_forming, removal
+from kamera_cli.patches.report import refused_lines
+from kamera_cli.patches.request import PatchOptions
 from kamera_cli.results import CompileResult
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
 
 Kind = Literal["exact", "orbit", "pair", "removal"]
 
 
 def compile_patches(
-    engine: Engine, chunks: Sequence[str] | None, window: str, kind: Kind, options: PatchOptions
+    context: Context, chunks: Sequence[str] | None, window: str, kind: Kind, options: PatchOptions
 ) -> CompileResult:
     """Form patches of one kind, and say which of them ``--reuse auto`` will not use; see ``Engine.compile_patches``."""
     check_request(chunks, kind, options)
     if kind == "removal":
-        result = removal.remove(engine, window, options)
+        result = removal.remove(context, window, options)
     elif kind == "pair":
-        result = pair_forming.compile_pairs(engine, chunks, window, options)
+        result = pair_forming.compile_pairs(context, chunks, window, options)
     elif kind == "orbit":
-        result = orbit.compile_orbit(engine, chunks, window, options)
+        result = orbit.compile_orbit(context, chunks, window, options)
     else:
-        result = exact.compile_window(engine, chunks, window, options)
+        result = exact.compile_window(context, chunks, window, options)
     for line in refused_lines(result):
-        engine.warn(line)
+        context.warn(line)
     return result
 
 

@@ -6,20 +6,20 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kamera_cli.arrangement import conditioning, ordered
 from kamera_cli.errors import NotFoundError
-from kamera_cli.arrangement import conditioning, ordered, refuse_other_model
+from kamera_cli.operator.patch import check_rank
 from kamera_cli.patches.form import form_chains
 from kamera_cli.patches.request import PatchOptions
-from kamera_cli.operator.patch import check_rank
 from kamera_cli.results import CompileResult
 from kamera_cli.window import load_window
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
 
 
 def compile_window(
-    engine: Engine, chunks: Sequence[str] | None, window: str, options: PatchOptions
+    context: Context, chunks: Sequence[str] | None, window: str, options: PatchOptions
 ) -> CompileResult:
     """Form what is missing for a window's own conditioning, or for a given order; see ``Engine.compile_patches``.
 
@@ -31,8 +31,8 @@ def compile_window(
         Empty window, or a rank out of range for one of the chunks.
     """
     started = time.perf_counter()
-    view = load_window(engine.store, engine.settings.tenant, window)
-    refuse_other_model(engine, view)
+    view = load_window(context.store, context.tenant, window)
+    context.refuse_other_model(view)
     wanted = conditioning(view, ordered(view, chunks), given_order=chunks is not None)
     for chunk in wanted:
         check_rank(options.rank, chunk.entry.num_tokens)
@@ -42,7 +42,7 @@ def compile_window(
             )
     chains = [chunk.chain for chunk in wanted if chunk.antecedents]
     numbers = {bytes.fromhex(entry.chunk): entry.number for entry in (*view.entries, *view.evicted)}
-    formed, costs = form_chains(engine, chains, options, numbers)
+    formed, costs = form_chains(context, chains, options, numbers)
     total_ms = 1e3 * (time.perf_counter() - started)
     return CompileResult(
         window, "exact", tuple(formed), costs.prefill_ms, total_ms,

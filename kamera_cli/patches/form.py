@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kamera_cli.model.generate import next_token_kl
-from kamera_cli.patches.branches import count_branches
 from kamera_cli.arrangement import Chain, maximal, require_record
-from kamera_cli.patches.tree import Prefilled, each_branch
-from kamera_cli.patches.report import describe
-from kamera_cli.patches.measure import Part, assembled, places_of
-from kamera_cli.patches.request import PatchOptions, find_formed
-from kamera_cli.patches.worth import layer_worth
 from kamera_cli.library import NewPatch
 from kamera_cli.model.families.family import LayerKV
+from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.scoring import logits_after_each
 from kamera_cli.operator.patch import form
+from kamera_cli.patches.branches import count_branches
+from kamera_cli.patches.measure import Part, assembled, places_of
+from kamera_cli.patches.report import describe
+from kamera_cli.patches.request import PatchOptions, find_formed
+from kamera_cli.patches.tree import Prefilled, each_branch
+from kamera_cli.patches.worth import layer_worth
 from kamera_cli.results import FormedPatch, Progress
 from kamera_store.format.records import Record
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Costs:
 
 
 def form_chains(
-    engine: Engine,
+    context: Context,
     chains: Sequence[Chain],
     options: PatchOptions,
     numbers: dict[bytes, int],
@@ -78,31 +78,31 @@ def form_chains(
         In the order of ``chains``; found ones included.
     Costs
     """
-    formed = {chain: find_formed(engine.library, chain, options, numbers) for chain in chains}
+    formed = {chain: find_formed(context.library, chain, options, numbers) for chain in chains}
     missing = [chain for chain in chains if formed[chain] is None]
     if not missing:
         return [formed[chain] for chain in chains], Costs(0.0, 0.0, 0.0, None)
     for chain in missing if options.budget is not None else ():
         label = str(numbers.get(chain[-1].key, chain[-1].short_id))
-        options.check_budget(require_record(engine.library, chain[-1], label), f"chunk {label}")
+        options.check_budget(require_record(context.library, chain[-1], label), f"chunk {label}")
     learning = time.perf_counter()
     learns = options.learn and options.rank == "auto"
     learned = (learn_on or max(missing, key=len)) if learns else None
-    options = replace(options, worth=layer_worth(engine, learned, numbers))
+    options = replace(options, worth=layer_worth(context, learned, numbers))
     learn_ms = 1e3 * (time.perf_counter() - learning)
-    forming = _Forming(engine, options, numbers, frozenset(missing))
+    forming = _Forming(context, options, numbers, frozenset(missing))
     # By now the model is in memory: loading it is no part of what forming costs.
     started = time.perf_counter()
     probe_tokens = forming.probe.numel()
     total = count_branches(missing)
-    for done, branch in enumerate(each_branch(engine, missing, numbers, num_more=probe_tokens)):
-        engine.progress(Progress("forming patches", done, total, "forwards"))
+    for done, branch in enumerate(each_branch(context, missing, numbers, num_more=probe_tokens)):
+        context.progress(Progress("forming patches", done, total, "forwards"))
         formed |= forming.branch(branch)
-    engine.progress(Progress("forming patches", total, total, "forwards"))
+    context.progress(Progress("forming patches", total, total, "forwards"))
     spent_ms = 1e3 * (time.perf_counter() - started)
     plain_ms = forming.prefill_ms if forming.is_plain else None
     if plain_ms is None and options.time_prefill:
-        plain_ms = _plain_prefill_ms(engine, maximal(missing), numbers)
+        plain_ms = _plain_prefill_ms(context, maximal(missing), numbers)
     costs = Costs(forming.prefill_ms, spent_ms - forming.measure_ms, forming.measure_ms, plain_ms, learn_ms)
     return [formed[chain] for chain in chains], costs
 
@@ -111,9 +111,9 @@ class _Forming:
     """What a walk over branches has formed: the assembled path above the next branch, and clocks."""
 
     def __init__(
-        self, engine: Engine, options: PatchOptions, numbers: dict[bytes, int], wanted: frozenset[Chain]
+        self, context: Context, options: PatchOptions, numbers: dict[bytes, int], wanted: frozenset[Chain]
     ) -> None:
-        self._runner, self._library = engine.runner, engine.library
+        self._runner, self._library = context.runner, context.library
         self._options, self._numbers, self._wanted = options, numbers, wanted
         self._parts = [Part(self._runner.preamble, self._runner.preamble_layers)]
         self.probe = self._runner.question_ids(options.probe)
@@ -191,9 +191,9 @@ class _Forming:
         return found
 
 
-def _plain_prefill_ms(engine: Engine, chains: Sequence[Chain], numbers: dict[bytes, int]) -> float:
+def _plain_prefill_ms(context: Context, chains: Sequence[Chain], numbers: dict[bytes, int]) -> float:
     """Time of one cold prefill of each chain, in ms."""
-    runner, library = engine.runner, engine.library
+    runner, library = context.runner, context.library
     spent_ms = 0.0
     for chain in chains:
         names = [str(numbers.get(link.key, link.short_id)) for link in chain]

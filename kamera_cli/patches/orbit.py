@@ -7,14 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kamera_cli.model.generate import next_token_kl
-from kamera_cli.arrangement import Chain, ordered, refuse_other_model, require_record
-from kamera_cli.patches.tree import conditioned
-from kamera_cli.patches.report import describe
-from kamera_cli.patches.measure import Part, probe_logits
-from kamera_cli.patches.request import PatchOptions, serves
-from kamera_cli.patches.worth import layer_worth
+from kamera_cli.arrangement import Chain, ordered, require_record
 from kamera_cli.library import NewPatch, identity_of
+from kamera_cli.model.generate import next_token_kl
 from kamera_cli.operator.orbit import (
     antecedent_sets,
     check_orbit,
@@ -24,12 +19,17 @@ from kamera_cli.operator.orbit import (
     measured_orders,
 )
 from kamera_cli.operator.patch import LayerPatch, check_rank, form
+from kamera_cli.patches.measure import Part, probe_logits
+from kamera_cli.patches.report import describe
+from kamera_cli.patches.request import PatchOptions, serves
+from kamera_cli.patches.tree import conditioned
+from kamera_cli.patches.worth import layer_worth
 from kamera_cli.results import CompileResult, FormedPatch, Progress
 from kamera_cli.window import load_window
 from kamera_store.format.keys import Identity
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
     from kamera_cli.library import Library
     from kamera_cli.model.families.family import LayerKV
     from kamera_store.format.records import Record
@@ -39,7 +39,7 @@ Member = tuple[Identity, Chain]
 
 
 def compile_orbit(
-    engine: Engine, chunks: Sequence[str] | None, window: str, options: PatchOptions
+    context: Context, chunks: Sequence[str] | None, window: str, options: PatchOptions
 ) -> CompileResult:
     """Form orbit patches for chunks of a window; see ``Engine.compile_patches``.
 
@@ -54,17 +54,17 @@ def compile_orbit(
         No such window or chunk.
     """
     started = time.perf_counter()
-    view = load_window(engine.store, engine.settings.tenant, window)
-    refuse_other_model(engine, view)
+    view = load_window(context.store, context.tenant, window)
+    context.refuse_other_model(view)
     entries = ordered(view, chunks)
     check_orbit(len(entries))
     for entry in entries:
         check_rank(options.rank, entry.num_tokens)
     numbers = {bytes.fromhex(entry.chunk): entry.number for entry in (*view.entries, *view.evicted)}
     orbit = sorted(map(identity_of, entries), key=lambda chunk: chunk.key)
-    records = {chunk: require_record(engine.library, chunk, str(numbers[chunk.key])) for chunk in orbit}
+    records = {chunk: require_record(context.library, chunk, str(numbers[chunk.key])) for chunk in orbit}
     members = [(chunk, of) for chunk in map(identity_of, entries) for of in antecedent_sets(chunk, orbit)]
-    formed = _found(engine, members, records, options, numbers)
+    formed = _found(context, members, records, options, numbers)
     costs = _Costs()
     if len(formed) < len(members):
         for entry in entries:
@@ -72,9 +72,9 @@ def compile_orbit(
         learning = time.perf_counter()
         learns = options.learn and options.rank == "auto"
         chain = tuple(map(identity_of, entries)) if learns else None
-        options = replace(options, worth=layer_worth(engine, chain, numbers))
+        options = replace(options, worth=layer_worth(context, chain, numbers))
         costs.learn_ms = 1e3 * (time.perf_counter() - learning)
-        formed = _form(engine, members, records, options, numbers, costs)
+        formed = _form(context, members, records, options, numbers, costs)
     patches = tuple(formed[member] for member in members)
     total_ms = 1e3 * (time.perf_counter() - started)
     return CompileResult(
@@ -98,7 +98,7 @@ class _Costs:
 
 
 def _found(
-    engine: Engine,
+    context: Context,
     members: Sequence[Member],
     records: Mapping[Identity, Record],
     options: PatchOptions,
@@ -107,14 +107,14 @@ def _found(
     """What is there already and serves the request."""
     found = {}
     for chunk, of in members:
-        stored = engine.library.find_patch(chunk, of, "orbit")
+        stored = context.library.find_patch(chunk, of, "orbit")
         if stored is not None and serves(stored, options):
             found[chunk, of] = describe(stored, records[chunk], numbers, "found", 0.0)
     return found
 
 
 def _form(
-    engine: Engine,
+    context: Context,
     members: Sequence[Member],
     records: Mapping[Identity, Record],
     options: PatchOptions,
@@ -122,11 +122,11 @@ def _form(
     costs: _Costs,
 ) -> dict[Member, FormedPatch]:
     """Patches of every member; those of one chunk are written together."""
-    library, runner = engine.library, engine.runner
-    engine.progress(Progress("forming orbit patches", 0, len(records), "chunks"))
+    library, runner = context.library, context.runner
+    context.progress(Progress("forming orbit patches", 0, len(records), "chunks"))
     started = time.perf_counter()
     chains = [(*order, chunk) for chunk, of in members for order in measured_orders(of)]
-    after = conditioned(engine, list(dict.fromkeys(chains)), numbers)
+    after = conditioned(context, list(dict.fromkeys(chains)), numbers)
     runner.synchronize()
     costs.prefill_ms = 1e3 * (time.perf_counter() - started)
     canonical = {chunk: library.layers(record) for chunk, record in records.items()}
@@ -142,8 +142,8 @@ def _form(
                 budget_bytes=options.budget_bytes(record), worth=options.worth,
             )  # fmt: skip
         spent[chunk] = 1e3 * (time.perf_counter() - forming) / len(sets)
-        engine.progress(Progress("forming orbit patches", done, len(records), "chunks"))
-    orbit = _Orbit(engine, records, canonical, after, patches)
+        context.progress(Progress("forming orbit patches", done, len(records), "chunks"))
+    orbit = _Orbit(context, records, canonical, after, patches)
     formed: dict[Member, FormedPatch] = {}
     for chunk, record in records.items():
         of_chunk = [member for member in members if member[0] == chunk]
@@ -182,7 +182,7 @@ def _written(
 class _Orbit:
     """What was formed, in memory: canonical KV per chunk, KV after each chain that was prefilled, patches per set."""
 
-    engine: Engine
+    context: Context
     records: Mapping[Identity, Record]
     canonical: Mapping[Identity, list[LayerKV]]
     after: Mapping[Chain, list[LayerKV]]
@@ -201,7 +201,7 @@ class _Orbit:
 
     def _kl(self, order: Chain, question: str) -> tuple[float, float]:
         """After the last chunk of an order, to its prefill: KL with orbit patches throughout, and with none."""
-        runner, library = self.engine.runner, self.engine.library
+        runner, library = self.context.runner, self.context.library
         arms: dict[str, list[Part]] = {"exact": [], "patched": [], "blind": []}
         for index, link in enumerate(order):
             segment, alone = library.segment(self.records[link]), self.canonical[link]

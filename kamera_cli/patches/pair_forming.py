@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kamera_cli.arrangement import Chain, ordered, require_record
 from kamera_cli.errors import UsageError
+from kamera_cli.library import identity_of
 from kamera_cli.model.generate import next_token_kl
-from kamera_cli.arrangement import Chain, ordered, refuse_other_model, require_record
-from kamera_cli.patches.tree import conditioned
+from kamera_cli.operator.compose import GainFit, compose
+from kamera_cli.operator.patch import LayerPatch, check_rank, residual
 from kamera_cli.patches.form import form_chains
 from kamera_cli.patches.measure import Part, logits_behind
 from kamera_cli.patches.pairs import with_calibration
 from kamera_cli.patches.request import PatchOptions
-from kamera_cli.library import identity_of
-from kamera_cli.operator.compose import GainFit, compose
-from kamera_cli.operator.patch import LayerPatch, check_rank, residual
+from kamera_cli.patches.tree import conditioned
 from kamera_cli.results import CompileResult, ComposedBound, Progress
 from kamera_cli.window import load_window
 from kamera_store.format.keys import Identity
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
     from kamera_cli.model.families.family import LayerKV
     from kamera_cli.model.inputs import Segment
 
@@ -39,7 +39,7 @@ Pair = tuple[Identity, Identity]
 
 
 def compile_pairs(
-    engine: Engine, chunks: Sequence[str] | None, window: str, options: PatchOptions
+    context: Context, chunks: Sequence[str] | None, window: str, options: PatchOptions
 ) -> CompileResult:
     """Form the patch of every chunk after every other one alone, and measure compositions of three or more chunks.
 
@@ -51,8 +51,8 @@ def compile_pairs(
         No such window or chunk.
     """
     started = time.perf_counter()
-    view = load_window(engine.store, engine.settings.tenant, window)
-    refuse_other_model(engine, view)
+    view = load_window(context.store, context.tenant, window)
+    context.refuse_other_model(view)
     entries = ordered(view, chunks)
     if not 2 <= len(entries) <= PAIR_LIMIT:
         raise UsageError(
@@ -63,9 +63,9 @@ def compile_pairs(
         check_rank(options.rank, entry.num_tokens)
     numbers = {bytes.fromhex(entry.chunk): entry.number for entry in (*view.entries, *view.evicted)}
     links = tuple(map(identity_of, entries))
-    formed, costs = form_chains(engine, list(permutations(links, 2)), options, numbers, learn_on=links)
+    formed, costs = form_chains(context, list(permutations(links, 2)), options, numbers, learn_on=links)
     measuring = time.perf_counter()
-    bounds = _calibrate(engine, links, numbers, options.probe) if len(links) > 2 else ()
+    bounds = _calibrate(context, links, numbers, options.probe) if len(links) > 2 else ()
     measure_ms = costs.measure_ms + 1e3 * (time.perf_counter() - measuring)
     return CompileResult(
         window, "pair", tuple(formed), costs.prefill_ms, 1e3 * (time.perf_counter() - started),
@@ -112,7 +112,7 @@ class _Held:
 
     def logits(
         self,
-        engine: Engine,
+        context: Context,
         order: Chain,
         probe: torch.Tensor,
         *,
@@ -126,7 +126,7 @@ class _Held:
         layers : sequence of list of LayerKV, optional
             KV of each chunk; canonical by default.
         """
-        runner = engine.runner
+        runner = context.runner
         parts = [Part(runner.preamble, runner.preamble_layers)]
         for at, chunk in enumerate(order):
             kv = self.canonical[chunk] if layers is None else layers[at]
@@ -135,10 +135,10 @@ class _Held:
 
 
 def _calibrate(
-    engine: Engine, links: Chain, numbers: dict[bytes, int], question: str
+    context: Context, links: Chain, numbers: dict[bytes, int], question: str
 ) -> tuple[ComposedBound, ...]:
     """Measure compositions on real arrangements and write the outcome to the pairs."""
-    library = engine.library
+    library = context.library
     chunks = {link: require_record(library, link, str(numbers[link.key])) for link in links}
     stored = {
         (one, other): library.find_patch(other, (one,), "exact") for one, other in permutations(links, 2)
@@ -148,14 +148,14 @@ def _calibrate(
         {link: library.layers(record) for link, record in chunks.items()},
         {pair: library.patch_layers(record) for pair, record in stored.items()},
     )
-    bounds = _measure(engine, held, sampled_orders(links), numbers, engine.runner.question_ids(question))
+    bounds = _measure(context, held, sampled_orders(links), numbers, context.runner.question_ids(question))
     for record in stored.values():
         library.restate(record, with_calibration(record.meta, [link.id for link in links], bounds))
     return bounds
 
 
 def _measure(
-    engine: Engine, held: _Held, orders: Sequence[Chain], numbers: dict[bytes, int], probe: torch.Tensor
+    context: Context, held: _Held, orders: Sequence[Chain], numbers: dict[bytes, int], probe: torch.Tensor
 ) -> tuple[ComposedBound, ...]:
     """Fit a gain for each number of antecedents, and keep the gains if they lower the KL of the samples as a whole."""
     size = len(orders[0])
@@ -163,17 +163,17 @@ def _measure(
     fits: list[dict[int, GainFit]] = []
     exact, blind, plain = [], [], []
     for done, order in enumerate(orders):
-        engine.progress(Progress("measuring compositions", done, len(orders), "arrangements"))
-        after = conditioned(engine, [order[:end] for end in range(1, size + 1)], numbers)
+        context.progress(Progress("measuring compositions", done, len(orders), "arrangements"))
+        after = conditioned(context, [order[:end] for end in range(1, size + 1)], numbers)
         true = [after[order[:end]] for end in range(1, size + 1)]
         composed = held.patches(order, {})
-        exact.append(held.logits(engine, order, probe, layers=true))
-        plain.append(held.logits(engine, order, probe, patches=composed))
-        blind.append(held.logits(engine, order, probe))
+        exact.append(held.logits(context, order, probe, layers=true))
+        plain.append(held.logits(context, order, probe, patches=composed))
+        blind.append(held.logits(context, order, probe))
         fits.append({at: _fit(composed[at], true[at], held.canonical[order[at]]) for at in numbers_before})
     gains = {at: round(sum((fit[at] for fit in fits), GainFit()).gain, 4) for at in numbers_before}
-    fitted = [held.logits(engine, order, probe, patches=held.patches(order, gains)) for order in orders]
-    engine.progress(Progress("measuring compositions", len(orders), len(orders), "arrangements"))
+    fitted = [held.logits(context, order, probe, patches=held.patches(order, gains)) for order in orders]
+    context.progress(Progress("measuring compositions", len(orders), len(orders), "arrangements"))
     with_gains, without, unpatched = (_kls(exact, arm) for arm in (fitted, plain, blind))
     if float(with_gains.mean()) < float(without.mean()):
         kept = with_gains

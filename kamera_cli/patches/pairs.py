@@ -1,7 +1,7 @@
 """What a composed patch is made of: stored pairs, and what was measured of compositions of them.
 
-A pair is an exact patch with one antecedent. Pairs that were compiled together (`kamera_cli.patches.pair_forming`) carry a
-calibration: for each number of antecedents the gain of their compositions and the largest next-token KL among real
+A pair is an exact patch with one antecedent. Pairs that were compiled together (`patches.pair_forming`) carry
+a calibration: for each number of antecedents the gain of their compositions and the largest next-token KL among real
 arrangements of the same chunks. It holds for compositions within that set of chunks alone, and goes with the pair: one
 that is written anew has lost it.
 """

@@ -11,20 +11,20 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from kamera_cli.arrangement import conditioning, require_record
 from kamera_cli.model.generate import next_token_kl
-from kamera_cli.arrangement import conditioning, refuse_other_model, require_record
+from kamera_cli.operator.patch import check_rank
 from kamera_cli.patches.form import form_chains
 from kamera_cli.patches.measure import Part, probe_logits
 from kamera_cli.patches.request import PatchOptions
-from kamera_cli.operator.patch import check_rank
 from kamera_cli.results import CompileResult, WindowView
 from kamera_cli.window import forgetting, load_window, update_window
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
 
 
-def remove(engine: Engine, window: str, options: PatchOptions) -> CompileResult:
+def remove(context: Context, window: str, options: PatchOptions) -> CompileResult:
     """Patch every survivor for what still stands before it, and let the window condition it on that.
 
     The window changes only after every patch is stored.
@@ -42,9 +42,9 @@ def remove(engine: Engine, window: str, options: PatchOptions) -> CompileResult:
         A rank out of range for one of the survivors.
     """
     started = time.perf_counter()
-    tenant = engine.settings.tenant
-    view = load_window(engine.store, tenant, window)
-    refuse_other_model(engine, view)
+    tenant = context.tenant
+    view = load_window(context.store, tenant, window)
+    context.refuse_other_model(view)
     after = forgetting(view)
     survivors = [new for new, old in zip(after.entries, view.entries, strict=True) if new != old]
     wanted = conditioning(after, survivors, given_order=False)
@@ -52,9 +52,9 @@ def remove(engine: Engine, window: str, options: PatchOptions) -> CompileResult:
         check_rank(options.rank, chunk.entry.num_tokens)
     numbers = {bytes.fromhex(entry.chunk): entry.number for entry in (*view.entries, *view.evicted)}
     chains = [chunk.chain for chunk in wanted if chunk.antecedents]
-    formed, costs = form_chains(engine, chains, options, numbers)
-    kept, removed = _measure(engine, (view, after), options.probe) if survivors else (None, None)
-    update_window(engine.store, tenant, window, forgetting)
+    formed, costs = form_chains(context, chains, options, numbers)
+    kept, removed = _measure(context, (view, after), options.probe) if survivors else (None, None)
+    update_window(context.store, tenant, window, forgetting)
     total_ms = 1e3 * (time.perf_counter() - started)
     return CompileResult(
         window, "removal", tuple(formed), costs.prefill_ms, total_ms,
@@ -63,9 +63,9 @@ def remove(engine: Engine, window: str, options: PatchOptions) -> CompileResult:
     )  # fmt: skip
 
 
-def _measure(engine: Engine, views: tuple[WindowView, WindowView], probe: str) -> list[float | None]:
+def _measure(context: Context, views: tuple[WindowView, WindowView], probe: str) -> list[float | None]:
     """Next-token KL of each view's conditioning to a prefill of its chunks; None where a patch was never formed."""
-    runner, library = engine.runner, engine.library
+    runner, library = context.runner, context.library
     chunks = conditioning(views[0], views[0].entries, given_order=True)
     records = [require_record(library, chunk.chain[-1], str(chunk.entry.number)) for chunk in chunks]
     segments = [library.segment(record) for record in records]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kamera_cli.patches.pairs import META as COMPOSITIONS
 from kamera_cli.operator.plan import AUTO_MAX_KL, AUTO_MIN_ENERGY, Offer, refusal
 from kamera_cli.operator.ranks import proven_energy
+from kamera_cli.patches.pairs import META as COMPOSITIONS
 from kamera_cli.results import CompileResult, ComposedBound, FormedPatch, ReplacedPatch, WhyNot
 from kamera_cli.words import chunks_words
 from kamera_store.format.records import Record

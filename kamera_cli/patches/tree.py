@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kamera_cli.patches.branches import Branch, branches
-from kamera_cli.arrangement import Chain, require_context, require_record
+from kamera_cli.arrangement import Chain, require_record
 from kamera_cli.model.compat import DynamicCache, decoder_of, shorten
 from kamera_cli.operator.assemble import assemble, joined_positions, place
+from kamera_cli.patches.branches import Branch, branches
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
     from kamera_cli.model.families.family import LayerKV
     from kamera_cli.model.inputs import Segment
     from kamera_cli.model.runner import ModelRunner
@@ -52,18 +52,18 @@ def starts_cold(num_new: int, num_held: int, num_weights: int, per_pair: int) ->
 
 
 def conditioned(
-    engine: Engine, chains: Sequence[Chain], numbers: dict[bytes, int] | None = None
+    context: Context, chains: Sequence[Chain], numbers: dict[bytes, int] | None = None
 ) -> dict[Chain, list[LayerKV]]:
     """Position-free KV of the last chunk of each chain, conditioned on those before it; see `each_conditioned`."""
-    return dict(each_conditioned(engine, chains, numbers))
+    return dict(each_conditioned(context, chains, numbers))
 
 
 def each_conditioned(
-    engine: Engine, chains: Sequence[Chain], numbers: dict[bytes, int] | None = None
+    context: Context, chains: Sequence[Chain], numbers: dict[bytes, int] | None = None
 ) -> Iterator[tuple[Chain, list[LayerKV]]]:
     """The same one chain at a time; see `each_branch`."""
     wanted = frozenset(chains)
-    for branch in each_branch(engine, chains, numbers):
+    for branch in each_branch(context, chains, numbers):
         for index, layers in enumerate(branch.captured):
             if (chain := branch.chain(index)) in wanted:
                 yield chain, layers
@@ -102,7 +102,7 @@ class Prefilled:
 
 
 def each_branch(
-    engine: Engine, chains: Sequence[Chain], numbers: dict[bytes, int] | None = None, *, num_more: int = 0
+    context: Context, chains: Sequence[Chain], numbers: dict[bytes, int] | None = None, *, num_more: int = 0
 ) -> Iterator[Prefilled]:
     """Prefill every branch of some chains, depth first, so that the caches of one path are alive and no other's.
 
@@ -124,7 +124,7 @@ def each_branch(
     UsageError
         A chain is longer than the model's context.
     """
-    walk = _Walk(engine, numbers or {})
+    walk = _Walk(context, numbers or {})
     for chain in chains:
         walk.require_fit(chain, num_more)
     for root in branches(chains):
@@ -134,16 +134,16 @@ def each_branch(
 class _Walk:
     """Depth-first walk over branches; chunks are read once, however often they occur."""
 
-    def __init__(self, engine: Engine, numbers: dict[bytes, int]) -> None:
-        self._engine, self._numbers = engine, numbers
-        self._runner, self._library = engine.runner, engine.library
+    def __init__(self, context: Context, numbers: dict[bytes, int]) -> None:
+        self._context, self._numbers = context, numbers
+        self._runner, self._library = context.runner, context.library
         self._records: dict[Identity, Record] = {}
         self._segments: dict[Identity, Segment] = {}
 
     def require_fit(self, chain: Chain, num_more: int) -> None:
         spans = [self._record(link).meta["span"] for link in chain]
-        require_context(
-            self._engine, self._runner.preamble.positions.span + sum(spans) + num_more, "this arrangement"
+        self._context.require_context(
+            self._runner.preamble.positions.span + sum(spans) + num_more, "this arrangement"
         )
 
     def root(self, root: Branch) -> Iterator[Prefilled]:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kamera_cli.model.generate import next_token_kl
 from kamera_cli.arrangement import Chain, require_record
 from kamera_cli.model.compat import DynamicCache, decoder_of, takes_masks
 from kamera_cli.model.families.family import LayerKV
+from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.model.scoring import Forced, Place, logits_after, score
@@ -33,7 +33,7 @@ from kamera_cli.operator.ranks import Sensitivity, Worth, worth
 from kamera_cli.results import Progress
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
 
 SENSITIVITY = "sensitivity"
 """State space of the store: by model fingerprint, what `measure` found."""
@@ -57,7 +57,7 @@ Measured = list[tuple[Sensitivity, Sensitivity]]
 
 
 @dataclass(frozen=True)
-class Context:
+class Prompt:
     """A prompt in memory: preamble and chunks with their canonical KV and that of one prefill over all of them."""
 
     runner: ModelRunner
@@ -66,7 +66,7 @@ class Context:
     conditioned: Sequence[list[LayerKV]]
 
 
-def layer_worth(engine: Engine, chain: Chain | None, numbers: dict[bytes, int]) -> Worth | None:
+def layer_worth(context: Context, chain: Chain | None, numbers: dict[bytes, int]) -> Worth | None:
     """What the tensors of each layer are worth, for `kamera_cli.operator.patch.form`.
 
     Parameters
@@ -84,12 +84,12 @@ def layer_worth(engine: Engine, chain: Chain | None, numbers: dict[bytes, int]) 
     NotFoundError
         A chunk is gone from the store.
     """
-    state = engine.store.get_state(SENSITIVITY, engine.fingerprint)
+    state = context.store.get_state(SENSITIVITY, context.fingerprint)
     known = {"layers": [], "windows": []} if state is None or not _as_written(state.value) else state.value
     settled = _felt(known) or len(known["windows"]) >= MAX_TRIES
-    if not settled and chain is not None and (found := _measured(engine, chain, numbers)) is not None:
+    if not settled and chain is not None and (found := _measured(context, chain, numbers)) is not None:
         known = _added(known, found)
-        engine.store.put_state(SENSITIVITY, engine.fingerprint, known, expect="any")
+        context.store.put_state(SENSITIVITY, context.fingerprint, known, expect="any")
     if not _felt(known):
         return None
     measured = [tuple(Sensitivity(*tensor) for tensor in layer) for layer in known["layers"]]
@@ -123,11 +123,11 @@ def _added(known: Mapping, found: Mapping) -> dict:
     return {"layers": layers, "windows": [*known["windows"], window]}
 
 
-def _measured(engine: Engine, chain: Chain, numbers: dict[bytes, int]) -> dict | None:
+def _measured(context: Context, chain: Chain, numbers: dict[bytes, int]) -> dict | None:
     """`measure` on the first chunks of a chain; None where it has one chunk, or no probe fits behind two of them."""
     if len(chain) < 2:
         return None
-    runner, library = engine.runner, engine.library
+    runner, library = context.runner, context.library
     started = time.perf_counter()
     records = [require_record(library, link, str(numbers.get(link.key, link.short_id))) for link in chain]
     count, total = 2, sum(record.meta["num_tokens"] for record in records[:2])
@@ -138,9 +138,9 @@ def _measured(engine: Engine, chain: Chain, numbers: dict[bytes, int]) -> dict |
     spans = sum(segment.positions.span for segment in segments)
     if spans + PROBE_TOKENS + runner.question_ids("").numel() > runner.max_tokens:
         return None
-    engine.progress(Progress("measuring layers", 0, None, "layers"))
+    context.progress(Progress("measuring layers", 0, None, "layers"))
     canonical = [runner.preamble_layers, *map(library.layers, records[:count])]
-    found = measure(Context(runner, segments, canonical, runner.prefill_captured(segments)))
+    found = measure(Prompt(runner, segments, canonical, runner.prefill_captured(segments)))
     return {
         "layers": [[[tensor.kl, tensor.missing, tensor.total] for tensor in layer] for layer in found],
         "chunks": [link.id for link in chain[:count]],
@@ -151,7 +151,7 @@ def _measured(engine: Engine, chain: Chain, numbers: dict[bytes, int]) -> dict |
 
 
 @torch.inference_mode()
-def measure(context: Context) -> Measured:
+def measure(context: Prompt) -> Measured:
     """Sensitivity of both tensors of every layer, averaged over the probes.
 
     Returns
@@ -207,7 +207,7 @@ def _logits(
 
 
 def _without(
-    context: Context, exact: DynamicCache, positions: torch.Tensor, layer: int, name: str
+    context: Prompt, exact: DynamicCache, positions: torch.Tensor, layer: int, name: str
 ) -> DynamicCache:
     """The prefill's cache with one tensor of one layer moved towards canonical KV; the other layers are shared."""
     kept = _joined(context.conditioned, layer)
@@ -220,7 +220,7 @@ def _without(
     return made
 
 
-def _energy(context: Context, layer: int, name: str) -> float:
+def _energy(context: Prompt, layer: int, name: str) -> float:
     """‖Δ‖² of a tensor over all chunks, none where it is rounding."""
     after, alone = (
         getattr(_joined(chunks, layer), name) for chunks in (context.conditioned, context.canonical)

@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kamera_cli.arrangement import ordered
 from kamera_cli.errors import NotFoundError, UsageError
+from kamera_cli.library import Library
+from kamera_cli.model.compat import DynamicCache
+from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.generate import Chooser, decode
+from kamera_cli.model.inputs import Segment
+from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan, Reuse
 from kamera_cli.query.arrange import Found, arrange, check_request
-from kamera_cli.arrangement import ordered, refuse_other_model, require_context
 from kamera_cli.query.compare import compare
 from kamera_cli.query.first_use import keep_patches
 from kamera_cli.query.observed import keep_worst
 from kamera_cli.query.read import Reading, read_and_assemble
 from kamera_cli.query.receipt import receipts_of, remembered, warnings_of
-from kamera_cli.library import Library
-from kamera_cli.model.compat import DynamicCache
-from kamera_cli.model.families.family import LayerKV
-from kamera_cli.model.inputs import Segment
-from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan, Reuse
 from kamera_cli.results import QueryResult, Stages
-from kamera_cli.words import advice, chunks_words, compile_command, misses_words
 from kamera_cli.window import load_window, reconditioned, update_window
+from kamera_cli.words import advice, chunks_words, compile_command, misses_words
 from kamera_store.errors import DamagedError, MissingRecordError
 from kamera_store.format.records import Record
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,16 @@ class Ready:
 
 
 def query(
-    engine: Engine, question: str, window: str, chunks: Sequence[str] | None, options: QueryOptions
+    context: Context, question: str, window: str, chunks: Sequence[str] | None, options: QueryOptions
 ) -> QueryResult:
     """Answer a question from stored chunks; see ``Engine.query``."""
     _check(question, options)
     asked = time.perf_counter()
-    view = load_window(engine.store, engine.settings.tenant, window)
+    view = load_window(context.store, context.tenant, window)
     ordered(view, chunks)  # a request that names what is not there fails before a model is loaded
     loading = time.perf_counter()
-    refuse_other_model(engine, view)
-    runner, library = engine.runner, engine.library
+    context.refuse_other_model(view)
+    runner, library = context.runner, context.library
     # TTFT counts from the request, without the time of a model that was not in memory yet.
     started = asked + time.perf_counter() - loading
     choose = Chooser(options.temperature, options.seed)
@@ -80,12 +80,12 @@ def query(
     runner.refuse_placeholders(question_ids, "the question")
     arranged = arrange(library, view, chunks, reuse=options.reuse, max_kl=options.max_kl, place=options.place)
     found, chosen = arranged.found, arranged.plan
-    _require_fit(engine, found, question_ids.numel() + options.max_new_tokens)
+    _require_fit(context, found, question_ids.numel() + options.max_new_tokens)
     given_order = chunks is not None or options.place
     _require_hits(chosen, found, options, window, given_order)
     lookup_ms = 1e3 * (time.perf_counter() - started)
 
-    chosen, ready = _prepare(engine, library, found, chosen, question_ids, options)
+    chosen, ready = _prepare(context, library, found, chosen, question_ids, options)
     prefilling = time.perf_counter()
     first = choose(ready.logits)
     ttft_ms = 1e3 * (time.perf_counter() - started)
@@ -104,12 +104,12 @@ def query(
     if chosen.fallback is not None and options.reuse == "auto":
         records = [chunk.record for chunk in found]
         kept = keep_patches(
-            engine, library, records, ready.captured, ready.segments, question_ids, ready.logits,
+            context, library, records, ready.captured, ready.segments, question_ids, ready.logits,
             AUTO_MAX_KL if options.max_kl is None else options.max_kl,
         )  # fmt: skip
         if chunks is None and not options.place:
-            update_window(engine.store, engine.settings.tenant, window, reconditioned)
-    engine.store.touch(
+            update_window(context.store, context.tenant, window, reconditioned)
+    context.store.touch(
         [
             record.key
             for chunk, action in zip(found, chosen.actions, strict=True)
@@ -120,9 +120,9 @@ def query(
     compared = None
     if options.compare:
         records = found_records(found)
-        compared = compare(engine, records, question_ids, ready.logits, answer, options.max_new_tokens)
+        compared = compare(context, records, question_ids, ready.logits, answer, options.max_new_tokens)
         if options.rank is None:
-            keep_worst(engine, library, found, chosen, compared.kl)
+            keep_worst(context, library, found, chosen, compared.kl)
     receipts = receipts_of(found, chosen, ready.reading, runner.preamble.positions.span, options.rank)
     num_chunk_tokens = sum(receipt.num_tokens for receipt in receipts)
     reused = 0 if chosen.fallback is not None else num_chunk_tokens
@@ -133,8 +133,8 @@ def query(
         reuse=options.reuse,
         attention=runner.loaded.attention,
         device=str(runner.device),
-        dtype=engine.dtype_name,
-        model=engine.checkpoint.label,
+        dtype=context.dtype_name,
+        model=context.checkpoint.label,
         fallback=chosen.fallback,
         ttft_ms=ttft_ms,
         stages=stages,
@@ -177,11 +177,11 @@ def _check(question: str, options: QueryOptions) -> None:
     check_request(options.reuse, options.max_kl, options.place)
 
 
-def _require_fit(engine: Engine, found: Sequence[Found], num_more: int) -> None:
+def _require_fit(context: Context, found: Sequence[Found], num_more: int) -> None:
     length = (
-        engine.runner.preamble.positions.span + sum(chunk.record.meta["span"] for chunk in found) + num_more
+        context.runner.preamble.positions.span + sum(chunk.record.meta["span"] for chunk in found) + num_more
     )
-    require_context(engine, length, "chunks, question and answer together")
+    context.require_context(length, "chunks, question and answer together")
 
 
 def _require_hits(
@@ -212,7 +212,7 @@ def _require_hits(
 
 
 def _prepare(
-    engine: Engine,
+    context: Context,
     library: Library,
     found: Sequence[Found],
     chosen: Plan,
@@ -222,13 +222,13 @@ def _prepare(
     """Assemble as planned, or prefill; what cannot be read after all turns ``auto`` into a prefill."""
     if chosen.fallback is None:
         try:
-            return chosen, _reused(engine, library, found, chosen, question_ids, options.rank)
+            return chosen, _reused(context, library, found, chosen, question_ids, options.rank)
         except (DamagedError, MissingRecordError) as error:
             if options.reuse != "auto" or options.require_hit:
                 raise
-            engine.warn(f"{error}; answering from a prefill instead")
+            context.warn(f"{error}; answering from a prefill instead")
             chosen = _without(found, error)
-    return chosen, _prefilled(engine, library, found, question_ids)
+    return chosen, _prefilled(context, library, found, question_ids)
 
 
 def _without(found: Sequence[Found], error: DamagedError | MissingRecordError) -> Plan:
@@ -247,7 +247,7 @@ def _without(found: Sequence[Found], error: DamagedError | MissingRecordError) -
 
 
 def _reused(
-    engine: Engine,
+    context: Context,
     library: Library,
     found: Sequence[Found],
     chosen: Plan,
@@ -255,7 +255,7 @@ def _reused(
     rank: int | None,
 ) -> Ready:
     """Stored KV and patches become a cache (`read_and_assemble`); the model runs over the question alone."""
-    runner = engine.runner
+    runner = context.runner
     patches = [chunk.chosen(action) for chunk, action in zip(found, chosen.actions, strict=True)]
     cache, end, reading = read_and_assemble(runner, library, found_records(found), patches, rank)
     started = time.perf_counter()
@@ -267,9 +267,11 @@ def _reused(
     return Ready(cache, logits, end + question_ids.numel(), replace(reading, stages=stages))
 
 
-def _prefilled(engine: Engine, library: Library, found: Sequence[Found], question_ids: torch.Tensor) -> Ready:
+def _prefilled(
+    context: Context, library: Library, found: Sequence[Found], question_ids: torch.Tensor
+) -> Ready:
     """The language model runs over everything, from stored embeddings; the vision tower does not run."""
-    runner = engine.runner
+    runner = context.runner
     started = time.perf_counter()
     sizes = [library.segment_bytes(chunk.record) for chunk in found]
     segments = [library.segment(chunk.record) for chunk in found]

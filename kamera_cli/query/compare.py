@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kamera_cli.model.generate import Answer, Chooser, decode, next_token_kl
 from kamera_cli.ingest.encode import model_inputs
 from kamera_cli.ingest.sources import IngestOptions
 from kamera_cli.media.errors import MediaError
 from kamera_cli.media.source import inspect
+from kamera_cli.model.generate import Answer, Chooser, decode, next_token_kl
 from kamera_cli.model.inputs import ChunkInputs
 from kamera_cli.results import Comparison
 from kamera_store.format.records import Record
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
 
 
 def compare(
-    engine: Engine,
+    context: Context,
     records: Sequence[Record],
     question_ids: torch.Tensor,
     logits: torch.Tensor,
@@ -39,9 +39,9 @@ def compare(
     answer : Answer
         The compared answer.
     """
-    runner = engine.runner
+    runner = context.runner
     started = time.perf_counter()
-    inputs = reopen(engine, records)
+    inputs = reopen(context, records)
     decode_ms = 1e3 * (time.perf_counter() - started)
     choose = Chooser(0.0, 0)
     started = time.perf_counter()
@@ -50,7 +50,7 @@ def compare(
         cache, cold, end = run.cache, run.logits, run.next_position
         vision_ms, prefill_ms = run.vision_ms, run.prefill_ms
     else:
-        segments = [engine.library.segment(record) for record in records]
+        segments = [context.library.segment(record) for record in records]
         whole = [runner.preamble, *segments, runner.text_segment(question_ids)]
         started = time.perf_counter()
         cache, cold, _, end = runner.prefill(whole)
@@ -71,7 +71,7 @@ def compare(
     )
 
 
-def reopen(engine: Engine, records: Sequence[Record]) -> list[ChunkInputs] | None:
+def reopen(context: Context, records: Sequence[Record]) -> list[ChunkInputs] | None:
     """Model inputs of stored chunks, decoded again from their sources.
 
     Returns
@@ -87,18 +87,18 @@ def reopen(engine: Engine, records: Sequence[Record]) -> list[ChunkInputs] | Non
     for (path, *items), keys in by_source.items():
         options = IngestOptions(name=None, partial=False, dry_run=False, **dict(items))
         try:
-            for _, inputs in model_inputs(engine.runner, path, inspect(path), options):
-                key = engine.library.chunk_identity(inputs).key
+            for _, inputs in model_inputs(context.runner, path, inspect(path), options):
+                key = context.library.chunk_identity(inputs).key
                 if key in keys:
                     found[key] = inputs
                 if keys <= found.keys():
                     break
         except MediaError as error:
-            engine.warn(f"compared with a re-prefill without the vision tower: {error}")
+            context.warn(f"compared with a re-prefill without the vision tower: {error}")
             return None
         if not keys <= found.keys():
             name = os.path.basename(path)
-            engine.warn(
+            context.warn(
                 f"compared with a re-prefill without the vision tower: {name} is not what was ingested"
             )
             return None

@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kamera_cli.model.generate import next_token_kl
-from kamera_cli.patches.measure import Part, probe_logits
-from kamera_cli.query.observed import raise_stated
-from kamera_cli.patches.request import PatchOptions
-from kamera_cli.patches.worth import layer_worth
 from kamera_cli.library import Library, NewPatch
 from kamera_cli.model.families.family import LayerKV
+from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.inputs import Segment
 from kamera_cli.operator.patch import LayerPatch, form
 from kamera_cli.operator.plan import Offer, refusal
 from kamera_cli.operator.ranks import proven_energy
+from kamera_cli.patches.measure import Part, probe_logits
+from kamera_cli.patches.request import PatchOptions
+from kamera_cli.patches.worth import layer_worth
+from kamera_cli.query.observed import raise_stated
 from kamera_store.errors import DamagedError, MissingRecordError, NoRoomError, ReadOnlyError
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
 
 
 FINEST_ENERGY = 0.999999
@@ -34,7 +34,7 @@ FINEST_ENERGY = 0.999999
 
 
 def keep_patches(
-    engine: Engine,
+    context: Context,
     library: Library,
     records: Sequence[Record],
     captured: Sequence[list[LayerKV]],
@@ -65,15 +65,15 @@ def keep_patches(
     """
     if len(records) < 2:
         return ()
-    runner = engine.runner
+    runner = context.runner
     started = time.perf_counter()
     links = [Identity("chunk", record.key, record.digest) for record in records]
     try:
-        worth = layer_worth(engine, None, {})
+        worth = layer_worth(context, None, {})
         canonical = [library.layers(record) for record in records]
         choices = [_choose(library, links[: end + 1], max_kl) for end in range(1, len(links))]
     except (DamagedError, MissingRecordError) as error:
-        engine.warn(f"no patches kept: {error}")
+        context.warn(f"no patches kept: {error}")
         return ()
     patches = [
         form(after, alone, rank=choice.rank, energy=choice.energy, worth=worth)
@@ -103,9 +103,9 @@ def keep_patches(
         for at in wanted
     ]
     raise_stated(
-        engine, library, [one.record for one in choices if isinstance(one, _Standing)], measured["kl"]
+        context, library, [one.record for one in choices if isinstance(one, _Standing)], measured["kl"]
     )
-    return _kept(engine, library, new)
+    return _kept(context, library, new)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _is_finest(request: Mapping) -> bool:
     return request["rank"] == "auto" and request["energy"] >= FINEST_ENERGY and not is_coarse
 
 
-def _kept(engine: Engine, library: Library, patches: Sequence[NewPatch]) -> tuple[str, ...]:
+def _kept(context: Context, library: Library, patches: Sequence[NewPatch]) -> tuple[str, ...]:
     """Ids of what was written: all of it in one transaction, or as many as there is room for."""
     with suppress(NoRoomError, ReadOnlyError):
         return tuple(patch.id for patch in library.put_patches(patches))
@@ -149,6 +149,6 @@ def _kept(engine: Engine, library: Library, patches: Sequence[NewPatch]) -> tupl
         try:
             kept.append(library.put_patch(patch).id)
         except (NoRoomError, ReadOnlyError) as error:
-            engine.warn(f"{len(kept)} of {len(patches)} patches kept: {error}")
+            context.warn(f"{len(kept)} of {len(patches)} patches kept: {error}")
             break
     return tuple(kept)

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kamera_cli.query.arrange import Found
 from kamera_cli.library import Library, identity_of
 from kamera_cli.operator.plan import AUTO_MAX_KL, Plan
+from kamera_cli.query.arrange import Found
 from kamera_cli.words import format_number
 from kamera_store.errors import DamagedError, MissingRecordError, NoRoomError, ReadOnlyError
 from kamera_store.format.records import Record
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
+    from kamera_cli.context import Context
 
 PROBE = "a later question"
 
 
-def keep_worst(engine: Engine, library: Library, found: Sequence[Found], chosen: Plan, kl: float) -> None:
+def keep_worst(context: Context, library: Library, found: Sequence[Found], chosen: Plan, kl: float) -> None:
     """Raise the stated KL of the exact and orbit patches that an answer used to what was measured on its question.
 
     Nothing is done where the comparison says nothing of the patches: chunks that keep what they took in elsewhere are
@@ -43,21 +43,21 @@ def keep_worst(engine: Engine, library: Library, found: Sequence[Found], chosen:
         for chunk, action in zip(found, chosen.actions, strict=True)
         if action.used in ("exact", "orbit")
     ]
-    if raise_stated(engine, library, used, kl) and kl > AUTO_MAX_KL:
-        engine.warn(
+    if raise_stated(context, library, used, kl) and kl > AUTO_MAX_KL:
+        context.warn(
             f"on this question the KL is {format_number(kl)}, above {AUTO_MAX_KL:g}: its patches state that from now "
             "on, and --reuse auto forms finer ones"
         )
 
 
-def raise_stated(engine: Engine, library: Library, patches: Sequence[Record], kl: float) -> bool:
+def raise_stated(context: Context, library: Library, patches: Sequence[Record], kl: float) -> bool:
     """Let stored patches that state a smaller KL, or none, state this one; whether any did."""
     num_raised = 0
     for record in patches:
         try:
             num_raised += _raised(library, record, kl)
         except (DamagedError, MissingRecordError, NoRoomError, ReadOnlyError) as error:
-            engine.warn(f"the KL that was measured on this question was not kept: {error}")
+            context.warn(f"the KL that was measured on this question was not kept: {error}")
     return num_raised > 0
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kamera_cli.patches.pairs import composed_offer, gain_of
 from kamera_cli.operator.compose import compose
 from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.plan import Offer
 from kamera_cli.operator.ranks import proven_energy
+from kamera_cli.patches.pairs import composed_offer, gain_of
 
 if TYPE_CHECKING:
     from kamera_cli.arrangement import Chain

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kamera_cli.hot import Shelf
-from kamera_cli.query.offers import merged
 from kamera_cli.library import Library
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.operator.patch import LayerPatch
+from kamera_cli.query.offers import merged
 from kamera_cli.results import Stages
 from kamera_store.format.records import Record
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kamera_cli.operator.plan import Plan
 from kamera_cli.query.arrange import Found, full_rank
 from kamera_cli.query.read import Reading
-from kamera_cli.operator.plan import Plan
 from kamera_cli.results import ChunkReceipt, WindowView
 from kamera_cli.words import chunks_words
 

@@ -6,10 +6,10 @@ import os
 import shutil
 from dataclasses import dataclass
 
+from kamera_store.errors import NoRoomError
 from kamera_store.lmdb import binding
 from kamera_store.lmdb import folder_check as guard
 from kamera_store.lmdb.environment import Environment
-from kamera_store.errors import NoRoomError
 from kamera_store.lmdb.transaction import Transaction
 
 

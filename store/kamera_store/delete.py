@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from kamera_store.format import rows
 from kamera_store import ledger, states
 from kamera_store.evict_plan import EvictionPlan
+from kamera_store.format import rows
 from kamera_store.lmdb.transaction import Transaction
 
 if TYPE_CHECKING:

@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kamera_store import delete as deletion
 from kamera_store import evict_plan as eviction
-from kamera_store.lmdb import process_registry as sharing
-from kamera_store import (ledger, lookup, room, states)
-from kamera_store.lmdb.environment import Environment
+from kamera_store import ledger, lookup, room, states
 from kamera_store.errors import ReadOnlyError
 from kamera_store.evict_plan import EvictionPlan
 from kamera_store.format.header import header_checksum
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record, TensorBytes, TensorInfo
+from kamera_store.lmdb import process_registry as sharing
+from kamera_store.lmdb.environment import Environment
+from kamera_store.lmdb.transaction import Transaction
 from kamera_store.states import State
 from kamera_store.stats import Stats, gather
-from kamera_store.lmdb.transaction import Transaction
 
 if TYPE_CHECKING:
     import numpy as np
 
     from kamera_store.compact import CompactReport
-    from kamera_store.verify import VerifyReport
     from kamera_store.format.payload import FetchedLayer
+    from kamera_store.verify import VerifyReport
 
 
 class KVStore:

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator
 
 from kamera_store import ledger
-from kamera_store.lmdb.environment import Environment
 from kamera_store.errors import (
     DamagedError,
     DamagedRecordWarning,
@@ -17,6 +16,7 @@ from kamera_store.errors import (
 from kamera_store.format.header import decode_header
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record
+from kamera_store.lmdb.environment import Environment
 from kamera_store.lmdb.transaction import Transaction
 
 _BATCH = 256

@@ -8,20 +8,20 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kamera_store.format import payload
 from kamera_store import ledger
-from kamera_store.lmdb.environment import Environment
 from kamera_store.errors import (
     DamagedError,
     KameraStoreError,
     NotAStoreError,
 )
+from kamera_store.format import payload
 from kamera_store.format.header import decode_header
-from kamera_store.kvstore import KVStore
-from kamera_store.lmdb.child_walk import child_command
 from kamera_store.format.records import Record
 from kamera_store.format.rows import open_row
 from kamera_store.format.segments import segment_key
+from kamera_store.kvstore import KVStore
+from kamera_store.lmdb.child_walk import child_command
+from kamera_store.lmdb.environment import Environment
 from kamera_store.lmdb.transaction import Transaction
 
 _MAX_DEATHS = 1000
@@ -89,7 +89,7 @@ def _name(line: str) -> str:
 
 def _list(source: str, table: str) -> set[bytes]:
     """Keys of one table, as many as a child could list."""
-    command = child_command("salvage", "list_keys", source, table)
+    command = child_command("rescue", "list_keys", source, table)
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     return {bytes.fromhex(line) for line in done.stdout.splitlines(keepends=True) if line.endswith("\n")}
 
@@ -102,7 +102,7 @@ def _copy(
     for _ in range(_MAX_DEATHS):
         if not left:
             return
-        command = child_command("salvage", "copy_entries", source, target)
+        command = child_command("rescue", "copy_entries", source, target)
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         answers, _ = child.communicate("".join(f"{line}\n" for line in left))
         answered = [answer for answer in answers.splitlines() if answer in ("saved", "lost")]

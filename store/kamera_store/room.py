@@ -7,16 +7,16 @@ import time
 from typing import TYPE_CHECKING
 
 from kamera_store import evict_plan as eviction
-from kamera_store.format import rows
 from kamera_store import ledger, states
 from kamera_store.errors import NoRoomError
 from kamera_store.evict_plan import EvictionPlan
+from kamera_store.format import rows
 from kamera_store.format.segments import needed_bytes
 from kamera_store.lmdb.transaction import Transaction
 
 if TYPE_CHECKING:
-    from kamera_store.lmdb.environment import Environment
     from kamera_store.format.payload import Prepared
+    from kamera_store.lmdb.environment import Environment
 
 DEFAULT_QUOTA_BYTES = 20 << 30
 MIN_QUOTA_BYTES = 1 << 20

@@ -8,9 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kamera_store.format import payload
-from kamera_store.lmdb import child_walk as probe
-from kamera_store.format import rows
 from kamera_store import ledger, states
 from kamera_store.errors import (
     DamagedError,
@@ -19,7 +16,9 @@ from kamera_store.errors import (
     StoreDamagedError,
     UnsupportedDtypeError,
 )
+from kamera_store.format import payload, rows
 from kamera_store.format.header import decode_header
+from kamera_store.lmdb import child_walk as probe
 from kamera_store.lmdb.transaction import Transaction
 
 if TYPE_CHECKING:

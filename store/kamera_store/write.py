@@ -7,14 +7,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kamera_store.format import payload
 from kamera_store import ledger
 from kamera_store.errors import DamagedError, DamagedRecordWarning, UnsupportedDtypeError
+from kamera_store.format import payload
 from kamera_store.format.header import decode_header
 from kamera_store.format.keys import Identity
+from kamera_store.lmdb.transaction import Transaction
 from kamera_store.lookup import is_same
 from kamera_store.room import plan_room, quota_of, reserve
-from kamera_store.lmdb.transaction import Transaction
 
 if TYPE_CHECKING:
     from kamera_store.kvstore import KVStore

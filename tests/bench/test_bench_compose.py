@@ -11,8 +11,8 @@ import torch
 
 from kamera_cli.bench import BenchOptions, compose
 from kamera_cli.bench.compose_report import BLIND, COMPOSED, EXACT, MEAN, NO_GAIN, REFERENCE, SUM
-from kamera_cli.patches.pairs import with_calibration
 from kamera_cli.operator.patch import Factors, LayerPatch
+from kamera_cli.patches.pairs import with_calibration
 from kamera_cli.results import ComposedBound
 from kamera_cli.settings import Settings
 from kamera_cli.words import strict_json

@@ -8,8 +8,8 @@ import torch
 from kamera_cli.bench.arrangement import Arrangement
 from kamera_cli.bench.rivals import cacheblend, epic, oracle
 from kamera_cli.engine import Engine
-from kamera_cli.model.generate import Chooser, decode
 from kamera_cli.model.compat import DynamicCache
+from kamera_cli.model.generate import Chooser, decode
 from kamera_cli.model.scoring import Forced, is_greedy_match, recompute, score
 
 QUESTIONS = (

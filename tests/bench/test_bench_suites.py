@@ -29,8 +29,8 @@ from kamera_cli.bench.forming import AS_COMPILED
 from kamera_cli.bench.geometry import GEOMETRIES, write_checkpoint
 from kamera_cli.errors import UsageError
 from kamera_cli.settings import Settings
-from kamera_cli.words import strict_json
 from kamera_cli.tiny.world import episode
+from kamera_cli.words import strict_json
 
 
 def quiet(_step: object) -> None:

@@ -46,9 +46,8 @@ def open_backbone(runners_by_backbone, tmp_path):
 
     def make(name: str) -> Engine:
         folder = root / name if (root / name).exists() else save_backbone(name, root / name)
-        engine = Engine(Settings(store=tmp_path / "store", device="cpu", model=str(folder)))
-        if name in loaded:
-            engine.runner = loaded[name]
+        settings = Settings(store=tmp_path / "store", device="cpu", model=str(folder))
+        engine = Engine(settings, runner=loaded.get(name))
         loaded[name] = engine.runner
         opened.append(engine)
         return engine

@@ -90,7 +90,7 @@ def test_a_query_while_another_engine_ingests_sees_a_whole_window(open_engine, t
 def test_progress_grows_to_its_total(open_engine, tmp_path):
     engine = open_engine("qwen2_5_vl")
     steps = []
-    engine.progress = steps.append
+    engine.context.progress = steps.append
     clip = write_noise_video(tmp_path / "clip.mp4", 3, seconds=8)
     engine.ingest([clip, write_noise_image(tmp_path / "p.png", 1)], chunk_seconds=2)
     engine.compile_patches(rank=2)

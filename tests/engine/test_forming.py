@@ -9,11 +9,11 @@ from test_conditioned import links, media_sources
 from tiny_backbones import BACKBONES, save_backbone
 
 from kamera_cli.engine import Engine
+from kamera_cli.model import scoring
 from kamera_cli.model.generate import next_token_kl
+from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.patches.form import form_chains
 from kamera_cli.patches.request import PatchOptions
-from kamera_cli.model import scoring
-from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.settings import Settings
 
 QUESTION = "which letter goes with the red circle?"

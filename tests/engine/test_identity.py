@@ -15,8 +15,8 @@ from PIL import Image
 from tiny_models import write_noise_image, write_noise_video, write_passage
 
 from kamera_cli.errors import KameraError, RefusedError
-from kamera_store.format import keys
 from kamera_store.errors import IdentityWarning
+from kamera_store.format import keys
 
 
 def solid(path, colour: tuple[int, int, int], side: int = 336):
@@ -280,7 +280,7 @@ def test_weights_are_hashed_once_and_again_when_asked_or_touched(open_engine, co
     def hashed(**settings) -> list[str]:
         steps = []
         engine = open_engine("llama", model=str(copied), **settings)
-        engine.progress = lambda step: steps.append(step.what)
+        engine.context.progress = lambda step: steps.append(step.what)
         assert engine.fingerprint
         return [step for step in steps if step.startswith("hashing")]
 

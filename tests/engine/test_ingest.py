@@ -98,7 +98,7 @@ def test_an_interrupted_ingest_goes_on_without_encoding_finished_chunks_again(op
         return encode(self, inputs)
 
     engine = open_engine()
-    engine.ensure_self_tested()
+    engine.context.ensure_self_tested()
     monkeypatch.setattr(ModelRunner, "encode", until_third)
     with pytest.raises(KeyboardInterrupt):
         engine.ingest([clip], chunk_seconds=2)
@@ -355,8 +355,8 @@ def test_a_still_clip_is_one_chunk_and_the_repeat_is_said(open_engine, tmp_path)
 
 
 def test_the_self_test_runs_once_and_stops_a_model_that_fails_it(open_engine, tmp_path, monkeypatch):
-    from kamera_cli.model import self_test as selftest
     from kamera_cli.errors import RefusedError
+    from kamera_cli.model import self_test as selftest
     from kamera_cli.model.families.gqa import GQA
 
     text = write_passage(tmp_path / "a.txt", 9, 1)

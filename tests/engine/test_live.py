@@ -55,7 +55,7 @@ def test_a_hot_answer_is_the_cold_one_bit_for_bit_and_reads_nothing(open_engine,
     engine.compile_patches(rank=6)
     cold, expected = logits_of(open_engine(**options))
     assert expected.chunks[1].used == "exact" and all(chunk.hot_bytes == 0 for chunk in expected.chunks)
-    engine.hot.clear()
+    engine.context.hot.clear()
     read = [chunk.bytes_read for chunk in expected.chunks]
     for wanted in (read, [0, 0, 0]):
         before = engine.store.bytes_read
@@ -91,7 +91,7 @@ def test_no_use_writes_into_a_hot_copy(compiled):
     engine, _ = compiled
     logits_of(engine)
     engine.query(QUESTION, reuse="none")
-    kept = held_tensors(engine.hot)
+    kept = held_tensors(engine.context.hot)
     before = [tensor.clone() for tensor in kept]
     for order in (None, ["2", "1"], ["3", "1", "2"], ["2"]):
         engine.query(QUESTION, chunks=order, max_new_tokens=12)
@@ -110,16 +110,16 @@ def test_a_purge_by_another_engine_leaves_no_hot_copy(compiled):
     with pytest.raises(NotFoundError):
         engine.query(QUESTION, reuse="patched")
     engine.query(QUESTION, chunks=["2"], reuse="patched")
-    assert gone not in engine.hot.record_keys()
-    assert all(engine.store.get(key) is not None for key in engine.hot.record_keys())
+    assert gone not in engine.context.hot.record_keys()
+    assert all(engine.store.get(key) is not None for key in engine.context.hot.record_keys())
 
 
 def test_a_purge_through_the_engine_drops_its_copies_at_once(compiled):
     engine, _ = compiled
     logits_of(engine)
     engine.evict(["2"], purge=True)
-    assert all(engine.store.get(key) is not None for key in engine.hot.record_keys())
-    assert engine.hot.held_bytes == tensor_bytes(held_tensors(engine.hot))
+    assert all(engine.store.get(key) is not None for key in engine.context.hot.record_keys())
+    assert engine.context.hot.held_bytes == tensor_bytes(held_tensors(engine.context.hot))
 
 
 def test_records_found_before_a_purge_are_not_served_from_memory_after_it(compiled):
@@ -138,14 +138,14 @@ def test_a_chunk_purged_while_it_was_read_leaves_no_copy(compiled):
     engine, other = compiled
     library = engine.library
     record = library.find_chunk(engine.window().entries[0])
-    engine.hot.clear()
+    engine.context.hot.clear()
 
     def purge_meanwhile() -> torch.Tensor:
         other.evict(["1"], purge=True)
         return torch.ones(3)
 
-    engine.hot.through(engine.store, library.version(record), "segment", purge_meanwhile)
-    assert len(engine.hot) == 0 and engine.hot.held_bytes == 0
+    engine.context.hot.through(engine.store, library.version(record), "segment", purge_meanwhile)
+    assert len(engine.context.hot) == 0 and engine.context.hot.held_bytes == 0
 
 
 def test_a_chunk_ingested_again_after_a_purge_is_read_again(compiled, tmp_path):
@@ -216,8 +216,8 @@ def test_a_small_budget_is_kept_and_changes_no_answer(compiled, open_engine, sha
     for order in (None, ["3", "1", "2"], None, ["2"], None):
         logits, _ = logits_of(engine, chunks=order)
         assert torch.equal(logits, logits_of(cold, chunks=order)[0])
-        assert engine.hot.held_bytes == tensor_bytes(held_tensors(engine.hot)) <= limit
-    assert len(engine.hot) > 0
+        assert engine.context.hot.held_bytes == tensor_bytes(held_tensors(engine.context.hot)) <= limit
+    assert len(engine.context.hot) > 0
 
 
 def test_threads_that_share_a_small_budget_answer_as_one_does(compiled, open_engine):
@@ -238,7 +238,8 @@ def test_threads_that_share_a_small_budget_answer_as_one_does(compiled, open_eng
 
     run_together(lambda: work(0), lambda: work(1))
     assert len(seen) == 12 and all(answer == expected[order] for order, answer in seen)
-    assert engine.hot.held_bytes == tensor_bytes(held_tensors(engine.hot)) <= engine.hot.limit_bytes
+    hot = engine.context.hot
+    assert hot.held_bytes == tensor_bytes(held_tensors(hot)) <= hot.limit_bytes
 
 
 def test_a_command_keeps_nothing_in_memory_and_a_closed_engine_neither(open_engine, tmp_path):
@@ -246,9 +247,9 @@ def test_a_command_keeps_nothing_in_memory_and_a_closed_engine_neither(open_engi
     engine = open_engine("llama", hot_bytes=ROOMY)
     ingest(engine, "llama", tmp_path)
     engine.query(QUESTION, chunks=["1"])
-    assert len(engine.hot) > 0
+    assert len(engine.context.hot) > 0
     engine.close()
-    assert len(engine.hot) == 0
+    assert len(engine.context.hot) == 0
     assert engine.query(QUESTION, chunks=["1"]).chunks[0].hot_bytes == 0
     with pytest.raises(UsageError, match="hot_bytes"):
         open_engine("llama", hot_bytes=-1)

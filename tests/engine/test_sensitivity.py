@@ -7,11 +7,11 @@ import torch
 from engine_setups import open_on_cards, write_cards
 
 from kamera_cli.errors import UsageError
-from kamera_cli.patches import worth as sensitivity
-from kamera_cli.patches.worth import LEAST_FELT, MAX_TRIES, SENSITIVITY, Context, layer_worth, measure
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator.plan import AUTO_MAX_KL, AUTO_MIN_ENERGY
 from kamera_cli.operator.ranks import proven_energy
+from kamera_cli.patches import worth as sensitivity
+from kamera_cli.patches.worth import LEAST_FELT, MAX_TRIES, SENSITIVITY, Prompt, layer_worth, measure
 from kamera_store.errors import DamagedError
 from kamera_store.format.tensors import to_bytes
 
@@ -124,7 +124,7 @@ def test_the_measured_kl_is_that_of_the_tensor_that_was_changed(family, tmp_path
     segments = [runner.preamble, *map(library.segment, records)]
     canonical = [runner.preamble_layers, *map(library.layers, records)]
     conditioned = runner.prefill_captured(segments)
-    found = measure(Context(runner, segments, canonical, conditioned))
+    found = measure(Prompt(runner, segments, canonical, conditioned))
     placed, end = place([(part.positions, part.num_tokens) for part in segments])
     positions, last = joined_positions(placed), runner.family.num_layers - 1
 
@@ -148,7 +148,7 @@ def test_the_measured_kl_is_that_of_the_tensor_that_was_changed(family, tmp_path
     for index, name in enumerate(("rotary", "plain")):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(sensitivity, "_probes", lambda _runner: probes)
-            kl = measure(Context(runner, segments, canonical, conditioned))[last][index].kl
+            kl = measure(Prompt(runner, segments, canonical, conditioned))[last][index].kl
         by_hand = sum(next_token_kl(logits(None, probe), logits(name, probe)) for probe in probes) / 4
         assert kl == pytest.approx(by_hand, rel=2e-2, abs=1e-9) and kl > 0
 

@@ -18,8 +18,8 @@ from engine_setups import first_logits
 from plain_model import kl
 
 from kamera_cli.errors import KameraError, NotFoundError, UsageError
-from kamera_cli.patches.measure import Part, probe_logits
 from kamera_cli.operator.plan import AUTO_MAX_KL
+from kamera_cli.patches.measure import Part, probe_logits
 from kamera_store.format.keys import Identity
 
 PREFILLED_KL = 1e-5

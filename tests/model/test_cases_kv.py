@@ -49,7 +49,7 @@ def test_an_image_without_pixels_is_no_ordinary_text(open_engine, tmp_path, monk
         output.pop("pixel_values", None)
         return output
 
-    engine.ensure_self_tested()
+    engine.context.ensure_self_tested()
     monkeypatch.setattr(processor, "__call__", without_pixels)
     with pytest.raises(RefusedError, match="no pixels"):
         engine.ingest([write_noise_image(tmp_path / "a.png", 1)])
@@ -147,8 +147,7 @@ def test_visual_features_of_later_layers_reach_every_route(runners_of, name, mak
 def test_visual_features_come_back_from_the_store(runners_of, name, open_engine, tmp_path):
     """KV-6: a chunk that was read back conditions what follows as the ordinary forward does."""
     runner = runners_of(name)
-    engine = open_engine(model=str(runner.loaded.checkpoint.path))
-    engine.runner = runner
+    engine = open_engine(model=str(runner.loaded.checkpoint.path), runner=runner)
     engine.ingest([write_noise_image(tmp_path / "a.png", 1)])
     record = next(iter(engine.store.iterate(kind="chunk")))
     segment = engine.library.segment(record)

@@ -62,8 +62,7 @@ def test_another_cache_layout_is_refused_by_name_and_never_reshaped(runner, shap
 
 def test_a_chunk_stored_under_one_layout_is_answered_from_under_the_other(runner, open_engine, tmp_path):
     """MLA-1: the stored names are k_rope and latent, whatever the cache holds."""
-    engine = open_engine(model=str(runner.loaded.checkpoint.path))
-    engine.runner = runner
+    engine = open_engine(model=str(runner.loaded.checkpoint.path), runner=runner)
     engine.ingest([write_passage(tmp_path / f"{seed}.txt", 15, seed) for seed in range(2)])
     record = next(iter(engine.store.iterate(kind="chunk")))
     sizes = {(tensor.name, tensor.shape[1:]) for tensor in record.tensors if tensor.layer >= 0}

@@ -189,7 +189,7 @@ def test_a_chat_template_in_the_processor_config_counts_in_the_fingerprint(check
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 def test_a_model_that_changes_between_its_digest_and_its_load_is_refused(folder, open_engine, name):
     engine = open_engine("llama", model=str(folder))
-    assert engine.contents
+    assert engine.context.contents
     data = (folder / name).read_bytes()
     changed = data + b" \n" if name.endswith("json") else data[:-1] + bytes([data[-1] ^ 1])
     (folder / name).write_bytes(changed)

@@ -21,9 +21,9 @@ from vision_inputs import picture
 from kamera_cli.app import run
 from kamera_cli.engine import Engine
 from kamera_cli.errors import RefusedError, UsageError
-from kamera_cli.query.compare import reopen
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.model.self_test import self_test
+from kamera_cli.query.compare import reopen
 from kamera_cli.settings import Settings
 
 NEW_TOKENS = 12

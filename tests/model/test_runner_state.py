@@ -10,8 +10,8 @@ from plain_model import greedy, next_logits, whole_prompt
 from tiny_models import FAMILIES, passage
 from vision_inputs import clip, picture
 
-from kamera_cli.model.generate import Chooser, decode
 from kamera_cli.model.compat import DynamicCache, decoder_of
+from kamera_cli.model.generate import Chooser, decode
 
 
 def chunks_of(runner) -> list:

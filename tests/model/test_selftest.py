@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_models import FAMILIES, write_passage
 
-from kamera_cli.model import self_test as selftest
 from kamera_cli.errors import NotFiniteError, RefusedError
+from kamera_cli.model import self_test as selftest
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.families.gqa import GQA
 from kamera_cli.model.runner import ModelRunner

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import zstandard
 
+from kamera_store import DamagedError, KVStore, TensorBytes, UnsupportedDtypeError
 from kamera_store.format import codec
-from kamera_store import (DamagedError, KVStore, TensorBytes, UnsupportedDtypeError)
 from kamera_store.format.keys import checksum64
 from kamera_store.format.records import RAW, ZSTD, Plane, TensorInfo
 

@@ -10,8 +10,14 @@ from collections import Counter
 import lmdb
 import pytest
 
+from kamera_store import (
+    DamagedError,
+    DamagedRecordWarning,
+    FormatVersionError,
+    KVStore,
+    UnsupportedDtypeError,
+)
 from kamera_store.lmdb import binding
-from kamera_store import (DamagedError, DamagedRecordWarning, FormatVersionError, KVStore, UnsupportedDtypeError)
 
 NUM_FLIPS = int(os.environ.get("KAMERA_TEST_FLIPS", "10000"))
 

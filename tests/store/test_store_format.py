@@ -12,9 +12,8 @@ import xxhash
 import zstandard
 
 import kamera_store
-from kamera_store.format import codec
-from kamera_store.format import keys
-from kamera_store import (KVStore, TensorBytes, chunk_identity, ledger)
+from kamera_store import KVStore, TensorBytes, chunk_identity, ledger
+from kamera_store.format import codec, keys
 from kamera_store.format.header import VERSION, decode_header, encode_header
 
 TEXT = (Path(kamera_store.__file__).parents[1] / "FORMAT.md").read_text(encoding="utf-8")
@@ -151,8 +150,8 @@ def test_encoding_of_the_text_gives_the_key_of_the_example():
 
 
 def test_the_text_names_the_current_version_and_every_dtype():
-    from kamera_store.lmdb.binding import FORMAT_VERSION
     from kamera_store.format.records import ITEM_BYTES
+    from kamera_store.lmdb.binding import FORMAT_VERSION
 
     assert f"Version {FORMAT_VERSION}." in TEXT and VERSION == FORMAT_VERSION
     for name in ITEM_BYTES:

@@ -8,9 +8,9 @@ import warnings
 import numpy as np
 import pytest
 
-from kamera_store.format import keys
-from kamera_store import (Identity, KVStore, TensorBytes, chunk_identity, patch_identity, source_identity)
+from kamera_store import Identity, KVStore, TensorBytes, chunk_identity, patch_identity, source_identity
 from kamera_store.errors import IdentityWarning
+from kamera_store.format import keys
 
 
 def pixels(image) -> TensorBytes:

@@ -8,10 +8,18 @@ import shutil
 import lmdb
 import pytest
 
-from kamera_store.lmdb import binding
+from kamera_store import (
+    FormatVersionError,
+    KVStore,
+    NoRoomError,
+    NotAStoreError,
+    StoreBusyError,
+    StoreDamagedError,
+    StoreRefusedError,
+)
 from kamera_store import compact as compaction
+from kamera_store.lmdb import binding
 from kamera_store.lmdb import folder_check as guard
-from kamera_store import (FormatVersionError, KVStore, NoRoomError, NotAStoreError, StoreBusyError, StoreDamagedError, StoreRefusedError)
 
 MIB = 1 << 20
 

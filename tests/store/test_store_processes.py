@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from kamera_store.lmdb import folder_check as guard
 from kamera_store import KVStore
+from kamera_store.lmdb import folder_check as guard
 
 NUM_KILLS = int(os.environ.get("KAMERA_TEST_KILLS", "6"))
 

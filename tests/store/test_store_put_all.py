@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kamera_store.format.keys import Identity
-from kamera_store.kvstore import KVStore
 from kamera_store.format.records import TensorBytes
+from kamera_store.kvstore import KVStore
 
 
 def item(number: int, size: int = 100) -> dict:

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from kamera_store import evict_plan as eviction
 from kamera_store import KVStore, NoRoomError
+from kamera_store import evict_plan as eviction
 from kamera_store.evict_plan import UnitUsage
 
 MIB = 1 << 20

@@ -7,8 +7,7 @@ import shutil
 
 import pytest
 
-from kamera_store import rescue as salvage
-from kamera_store import KVStore, NotAStoreError, StoreDamagedError
+from kamera_store import KVStore, NotAStoreError, StoreDamagedError, salvage
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kamera_store.format import codec
-from kamera_store.format import segments
 from kamera_store import ledger
 from kamera_store.errors import DamagedError, MissingRecordError
+from kamera_store.format import codec, segments
 from kamera_store.format.header import decode_header, encode_header, header_checksum
 from kamera_store.format.keys import Identity, checksum64
 from kamera_store.format.records import (

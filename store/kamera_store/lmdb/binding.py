@@ -10,8 +10,6 @@ from contextlib import contextmanager
 
 import lmdb
 
-from kamera_store.lmdb import folder_check as guard
-from kamera_store.format import rows
 from kamera_store.errors import (
     FormatVersionError,
     NoRoomError,
@@ -20,6 +18,8 @@ from kamera_store.errors import (
     StoreDamagedError,
     StoreRefusedError,
 )
+from kamera_store.format import rows
+from kamera_store.lmdb import folder_check as guard
 from kamera_store.lmdb.transaction import TABLES, Transaction
 
 FORMAT_VERSION = 1

@@ -35,7 +35,7 @@ def probe(folder: str, touch_values: bool, writable: bool) -> str | None:
     import signal
     import subprocess
 
-    command = child_command("binding", "walk", folder, touch_values, writable)
+    command = child_command("lmdb.binding", "walk", folder, touch_values, writable)
     try:
         done = subprocess.run(
             command, capture_output=True, timeout=_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL

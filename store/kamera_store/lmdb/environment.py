@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from kamera_store.lmdb import binding
-from kamera_store.lmdb import folder_check as guard
-from kamera_store.lmdb import opening
 from kamera_store.errors import ReadOnlyError, StoreBusyError, StoreRefusedError
+from kamera_store.lmdb import binding, opening
+from kamera_store.lmdb import folder_check as guard
+from kamera_store.lmdb.map_latch import Turnstile
 from kamera_store.lmdb.store_lock import Gate
 from kamera_store.lmdb.transaction import Transaction
-from kamera_store.lmdb.map_latch import Turnstile
 
 T = TypeVar("T")
 

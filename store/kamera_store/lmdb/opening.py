@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 
-from kamera_store.lmdb import folder_check as guard
-from kamera_store.lmdb import child_walk as probe
-from kamera_store.lmdb.binding import DEFAULT_MAP_BYTES, MIN_MAP_BYTES, rounded
 from kamera_store.errors import KameraStoreError, NotAStoreError, StoreDamagedError, StoreRefusedError
+from kamera_store.lmdb import child_walk as probe
+from kamera_store.lmdb import folder_check as guard
+from kamera_store.lmdb.binding import DEFAULT_MAP_BYTES, MIN_MAP_BYTES, rounded
 from kamera_store.lmdb.store_lock import Gate
 
 
