@@ -4,7 +4,15 @@ from __future__ import annotations
 
 
 class KameraStoreError(Exception):
-    """Root of all errors that the store raises on purpose."""
+    """Root of all errors that the store raises on purpose.
+
+    Attributes
+    ----------
+    exit_code : int
+        What a command line program ends with: 1 failed, 3 not found, 4 refused, 5 damaged data, 6 no room.
+    """
+
+    exit_code: int = 1
 
 
 class NotAStoreError(KameraStoreError):
@@ -17,6 +25,8 @@ class NotAStoreError(KameraStoreError):
     why : str
         What was found instead.
     """
+
+    exit_code = 4
 
     def __init__(self, path: str, why: str) -> None:
         self.path, self.why = str(path), why
@@ -34,6 +44,8 @@ class FormatVersionError(KameraStoreError):
         Which object carries the version.
     """
 
+    exit_code = 4
+
     def __init__(self, found: int | str, supported: int | str, what: str = "store") -> None:
         self.found, self.supported, self.what = found, supported, what
         super().__init__(f"{what} has format version {found}, this program reads version {supported}")
@@ -44,6 +56,8 @@ class StoreRefusedError(KameraStoreError):
 
     The message says what to set.
     """
+
+    exit_code = 4
 
 
 class ReadOnlyError(KameraStoreError):
@@ -79,6 +93,8 @@ class UnsupportedDtypeError(KameraStoreError):
         The dtype's name.
     """
 
+    exit_code = 4
+
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(f"dtype {name!r} has no place in the store format")
@@ -92,6 +108,8 @@ class MissingRecordError(KameraStoreError):
     key : bytes
         Its key, 16 bytes.
     """
+
+    exit_code = 3
 
     def __init__(self, key: bytes) -> None:
         self.key = bytes(key)
@@ -110,6 +128,8 @@ class DamagedError(KameraStoreError):
     expected, found : object
         The two sides of the failed check.
     """
+
+    exit_code = 5
 
     def __init__(self, key: bytes | None, what: str, expected: object, found: object) -> None:
         self.key = None if key is None else bytes(key)
@@ -159,6 +179,8 @@ class NoRoomError(KameraStoreError):
     limit : str
         Which limit was met, for example ``quota`` or ``disk``.
     """
+
+    exit_code = 6
 
     def __init__(self, needed_bytes: int, room_bytes: int, limit: str = "quota") -> None:
         self.needed_bytes, self.room_bytes, self.limit = int(needed_bytes), int(room_bytes), limit
