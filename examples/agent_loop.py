@@ -191,7 +191,7 @@ def ask(window: Window, question: str, reuse: str, tally: Tally) -> None:
 def decoded(engine: Engine, window: Window) -> dict[int, ChunkInputs]:
     """What the model sees of every chunk, from the file, by number."""
     records = [engine.store.get(bytes.fromhex(entry.chunk)) for entry in window.chunks]
-    return dict(zip([entry.number for entry in window.chunks], reopen(engine, records), strict=True))
+    return dict(zip([entry.number for entry in window.chunks], reopen(engine.context, records), strict=True))
 
 
 def encode_again(engine: Engine, chunks: list[ChunkInputs], question: str, tally: Tally) -> None:

@@ -43,7 +43,7 @@ def model_inputs(engine, numbers: list[str]) -> list:
 
     chunks = {str(entry.number): entry for entry in engine.window().entries}
     records = [engine.store.get(bytes.fromhex(chunks[number].chunk)) for number in numbers]
-    return reopen(engine, records)
+    return reopen(engine.context, records)
 
 
 def reference(engine, numbers: list[str], question: str = QUESTION) -> tuple[torch.Tensor, str]:

@@ -91,7 +91,7 @@ def _episode(
     arrangement = Arrangement(
         engine.runner, list(map(engine.library.segment, chunks)), list(map(engine.library.layers, chunks))
     )
-    patches = {EXACT: arrangement.patches("auto", worth=layer_worth(engine, None, {}))}
+    patches = {EXACT: arrangement.patches("auto", worth=layer_worth(engine.context, None, {}))}
     patches |= _composed(engine, list(map(identity_of, entries)), rules)
     caches = {REFERENCE: arrangement.exact, BLIND: arrangement.blind}
     caches |= {name: arrangement.patched(made, None) for name, made in patches.items()}

@@ -164,7 +164,7 @@ def _point(
     records = [library.find_chunk(entries[number]) for number in prompt.order]
     question_ids = runner.question_ids(questions[0])
     started = time.perf_counter()
-    inputs = reopen(engine, records)
+    inputs = reopen(engine.context, records)
     decode_ms = 1e3 * (time.perf_counter() - started)
     vision: list[float] = []
 
@@ -208,7 +208,7 @@ def _payback(
 ) -> Payback:
     on_progress(Progress("timing", len(prompt.order), None, "chunks formed again"))
     entries = {str(entry.number): entry for entry in engine.window(prompt.window).entries}
-    inputs = reopen(engine, [engine.library.find_chunk(entries[number]) for number in prompt.order])
+    inputs = reopen(engine.context, [engine.library.find_chunk(entries[number]) for number in prompt.order])
     question_ids = engine.runner.question_ids(question)
 
     def full() -> float:

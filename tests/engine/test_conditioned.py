@@ -68,7 +68,7 @@ def test_all_orders_of_four_chunks_hold_what_a_plain_prefill_of_each_gives(name,
         assert len(chunks) == 4
         chains = [order[:length] for order in permutations(chunks) for length in (1, 2, 3, 4)]
         calls = engine.vision_calls
-        found = conditioned(engine, chains)
+        found = conditioned(engine.context, chains)
         assert engine.vision_calls == calls
         assert set(found) == set(chains)
         for chain in set(chains):
@@ -96,7 +96,7 @@ def test_each_node_of_the_tree_is_prefilled_once_and_the_first_chunk_never(engin
     }
     assert engine.runner.preamble_layers
     monkeypatch.setattr(type(engine.runner), "prefill_captured", counted)
-    conditioned(engine, [(a, b), (a, b, c), (a, c), (b,)])
+    conditioned(engine.context, [(a, b), (a, b, c), (a, c), (b,)])
     assert sorted(forwards) == sorted([[spans[b], spans[c]], [spans[c]]])
 
 
@@ -109,7 +109,7 @@ def test_only_the_caches_of_one_path_are_alive(engine, monkeypatch):
         module, "shorten", lambda cache, held: (shorten(cache, held), lengths.append(cache.get_seq_length()))
     )
     a, b, c = links(engine)
-    for _ in each_conditioned(engine, [(a, b), (a, c), (b, a), (b, c)]):
+    for _ in each_conditioned(engine.context, [(a, b), (a, c), (b, a), (b, c)]):
         pass
     start = engine.runner.preamble.num_tokens
     counts = [engine.store.find(link, tenant=engine.settings.tenant).meta["num_tokens"] for link in (a, b)]
@@ -151,9 +151,9 @@ def test_a_purged_chunk_and_a_chain_beyond_the_context_are_named_before_any_forw
     a, b, c = links(engine)
     monkeypatch.setattr(type(engine.runner), "prefill_captured", lambda *_: pytest.fail("a forward ran"))
     with pytest.raises(NotFoundError, match="chunk 9 is no longer in the store"):
-        conditioned(engine, [(a, b), (a, identities("x")[0])], {b"x" * 16: 9})
+        conditioned(engine.context, [(a, b), (a, identities("x")[0])], {b"x" * 16: 9})
     with pytest.raises(UsageError, match="tokens, the context of"):
-        conditioned(engine, [(a, b), (a, b, c) * 400])
+        conditioned(engine.context, [(a, b), (a, b, c) * 400])
 
 
 def test_a_prefill_starts_from_the_store_while_that_saves_more_than_its_attention_costs():

@@ -191,7 +191,7 @@ def test_answers_in_another_order_are_those_of_a_cold_prefill(open_remote, plain
     assert len(engine.ingest(write_sources(tmp_path)).chunks) == 3
     entries = {str(entry.number): entry for entry in engine.window().entries}
     records = [engine.store.get(bytes.fromhex(entries[number].chunk)) for number in CHUNKS]
-    ids, inputs = whole_prompt(engine.runner, reopen(engine, records), QUESTION)
+    ids, inputs = whole_prompt(engine.runner, reopen(engine.context, records), QUESTION)
     model, processor = plain
     cold = processor.tokenizer.decode(greedy(model, ids, 8, **inputs), skip_special_tokens=True).strip()
 
