@@ -296,12 +296,8 @@ class Engine:
         again, a repair that was interrupted goes on.
         """
         from kamera_cli import recall as recalling
-        from kamera_cli import repair as repairing
 
-        where = moves.position(at)
-        done = repairing.standing(self.context, chunks, window, where) if repair else None
-        result = recalling.recall(self.context, chunks, window, where) if done is None else done
-        return repairing.repair(self.context, result) if repair else result
+        return recalling.recall(self.context, chunks, window, at, repair=repair)
 
     def open_window(self, name: str = "default") -> Window:
         """A window as one object to hold on to; the window itself begins with its first ingest.

@@ -19,21 +19,6 @@ from kamera_store.format.records import Record
 from kamera_store.kvstore import KVStore
 
 
-def position(at: str | int) -> int | None:
-    """Index before which recalled chunks are placed: None for ``end``, N - 1 for a 1-based N.
-
-    Raises
-    ------
-    UsageError
-        Neither ``end`` nor a positive number.
-    """
-    if at == "end":
-        return None
-    if not str(at).isdecimal() or int(at) < 1:
-        raise UsageError(f"--at {at}: must be 'end' or a place from 1")
-    return int(at) - 1
-
-
 def evict(
     store: KVStore,
     tenant: str,

@@ -10,20 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from kamera_store.format.records import Record
 from kamera_store.kvstore import KVStore
-
-if TYPE_CHECKING:
-    from kamera_cli.library import Library
-    from kamera_cli.model.families.family import LayerKV
-    from kamera_cli.model.positions import RelativePositions
-    from kamera_cli.operator.patch import LayerPatch
 
 Part = Literal["layers", "positions", "segment"]
 """What is kept of a record: its KV or factors, the positions of its tokens, what a prefill starts from."""
@@ -139,74 +132,6 @@ class HotCache:
 
     def _drop(self, version: Version) -> None:
         self._held_bytes -= self._held.pop(version).num_bytes
-
-
-class Shelf:
-    """Records of one arrangement about to be read: which are in memory, which must be read, and what is kept after.
-
-    Attributes
-    ----------
-    cold : list of Record
-        Those whose layers must be read, in the order given.
-    """
-
-    def __init__(self, library: Library, records: Sequence[Record]) -> None:
-        self._library, self._records, self._hot = library, list(records), library.hot
-        self._layers: list[Sequence[LayerKV | LayerPatch] | None] = [None] * len(records)
-        self._positions_hot = [False] * len(records)
-        if self._hot is not None:
-            standing = self._hot.check(library.store, (record.key for record in records))
-            for index, record in enumerate(records):
-                if standing[record.key] == record.header_checksum:
-                    version = library.version(record)
-                    self._layers[index] = self._hot.get(version, "layers")
-                    self._positions_hot[index] = self._hot.holds(version, "positions")
-        self.cold = [
-            record for record, layers in zip(self._records, self._layers, strict=True) if layers is None
-        ]
-        self._made: list[list[LayerKV | LayerPatch]] = [[] for _ in self.cold]
-
-    def positions(self, index: int) -> RelativePositions:
-        """Positions of one record's tokens."""
-        return self._library.positions(self._records[index])
-
-    def restored(self, number: int, decoded: Sequence[Mapping]) -> list[LayerKV | LayerPatch]:
-        """One layer of every record, in the order given.
-
-        Parameters
-        ----------
-        decoded : sequence of mapping
-            Tensors by name of each cold record.
-        """
-        fresh = self._library.restored(self.cold, number, decoded)
-        if self._hot is not None:
-            for made, value in zip(self._made, fresh, strict=True):
-                made.append(value)
-        coming = iter(fresh)
-        return [next(coming) if layers is None else layers[number] for layers in self._layers]
-
-    def keep(self) -> None:
-        """Keep what was read, once all layers were."""
-        if self._hot is None or not self.cold:
-            return
-        for record, made in zip(self.cold, self._made, strict=True):
-            self._hot.put(self._library.version(record), "layers", tuple(made))
-        self._hot.check(self._library.store)
-
-    def stored_bytes(self, index: int) -> tuple[int, int]:
-        """Stored bytes of one record that had to be read, and that were in memory instead."""
-        record = self._records[index]
-        positions = record.tensor("positions").stored_bytes if record.kind == "chunk" else 0
-        layers = assembly_size(record) - positions
-        hot = layers * (self._layers[index] is not None) + positions * self._positions_hot[index]
-        return layers + positions - hot, hot
-
-
-def assembly_size(record: Record) -> int:
-    """Stored bytes of a chunk or patch that an assembled cache is made of: its layers, and a chunk's positions."""
-    return sum(
-        tensor.stored_bytes for tensor in record.tensors if tensor.layer >= 0 or tensor.name == "positions"
-    )
 
 
 def tensor_bytes(value: object) -> int:

@@ -13,8 +13,9 @@ from typing import TypeVar
 
 import torch
 
+from kamera_cli.errors import NotFoundError
 from kamera_cli.factors import LayerReader, is_whole, packing_of, require_known_factors, tensors_of
-from kamera_cli.hot import HotCache, Part, Shelf, Version
+from kamera_cli.hot import HotCache, Part, Version
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import ChunkInputs, Deepstack, Segment
 from kamera_cli.model.positions import RelativePositions
@@ -22,6 +23,7 @@ from kamera_cli.model.runner import EncodedChunk
 from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.ranks import weighted_energy
 from kamera_cli.results import WindowEntry
+from kamera_cli.window import identity_of
 from kamera_store.errors import DamagedError, DamagedRecordWarning, MissingRecordError
 from kamera_store.format.keys import Identity, chunk_identity, patch_identity
 from kamera_store.format.records import Record, TensorBytes, TensorInfo
@@ -252,10 +254,6 @@ class Library:
         """One stored layer of chunks and patches; see `LayerReader.layers`."""
         return self.reader.layers(records, layer, tensors)
 
-    def shelf(self, records: Sequence[Record]) -> Shelf:
-        """Chunks and patches that are about to be read together."""
-        return Shelf(self, records)
-
     def version(self, record: Record) -> Version:
         """What a copy of a record in memory is good for."""
         return Version(
@@ -284,6 +282,22 @@ def segment_size(record: Record) -> int:
     return sum(tensor.stored_bytes for tensor in _of_segment(record))
 
 
-def identity_of(entry: WindowEntry) -> Identity:
-    """Key and proof of the chunk that a window entry means."""
-    return Identity("chunk", bytes.fromhex(entry.chunk), bytes.fromhex(entry.digest))
+def assembly_size(record: Record) -> int:
+    """Stored bytes of a chunk or patch that an assembled cache is made of: its layers, and a chunk's positions."""
+    return sum(
+        tensor.stored_bytes for tensor in record.tensors if tensor.layer >= 0 or tensor.name == "positions"
+    )
+
+
+def require_record(library: Library, identity: Identity, label: str) -> Record:
+    """The record of a chunk.
+
+    Raises
+    ------
+    NotFoundError
+        It was evicted from the store.
+    """
+    record = library.store.find(identity, tenant=library.tenant)
+    if record is None:
+        raise NotFoundError(f"chunk {label} is no longer in the store; ingest its source again")
+    return record

@@ -1,25 +1,51 @@
-"""Recall: chunks come back into a window from the store, each with a patch for what now stands before it."""
+"""Recall: chunks come back into a window from the store, each with a patch for what now stands before it.
+
+The cascade of a recalled chunk are the chunks with patches that name it as an antecedent. Those that took something in
+from it, or from what stood where it stands now, keep that until they are repaired: conditioned on what now stands
+before them.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kamera_cli.arrangement import conditioning, require_record
+from kamera_cli.errors import UsageError
+from kamera_cli.library import require_record
 from kamera_cli.patches.form import form_chains
 from kamera_cli.patches.request import PatchOptions
-from kamera_cli.results import RecallResult, WindowEntry
-from kamera_cli.window import load_window, pick, recalled, update_window
+from kamera_cli.results import RecallResult, WindowEntry, WindowView
+from kamera_cli.window import Chain, conditioning, load_window, pick, recalled, reconditioned, update_window
 
 if TYPE_CHECKING:
     from kamera_cli.context import Context
 
 
-def recall(context: Context, chunks: Sequence[str], window: str, at: int | None) -> RecallResult:
+def position(at: str | int) -> int | None:
+    """Index before which recalled chunks are placed: None for ``end``, N - 1 for a 1-based N.
+
+    Raises
+    ------
+    UsageError
+        Neither ``end`` nor a positive number.
+    """
+    if at == "end":
+        return None
+    if not str(at).isdecimal() or int(at) < 1:
+        raise UsageError(f"--at {at}: must be 'end' or a place from 1")
+    return int(at) - 1
+
+
+def recall(
+    context: Context, chunks: Sequence[str], window: str, at: str | int, *, repair: bool = False
+) -> RecallResult:
     """Put evicted chunks back, each with a patch for what now stands before it; see ``Engine.recall``.
 
-    The window changes only after every patch is stored.
+    The window changes only after every patch is stored. With ``repair``, a recall that is done already is taken as it
+    is, so that a repair that was interrupted goes on.
 
     Raises
     ------
@@ -29,37 +55,91 @@ def recall(context: Context, chunks: Sequence[str], window: str, at: int | None)
         The window already holds the chunk, or the place lies outside the window.
     """
     started = time.perf_counter()
-    tenant = context.tenant
-    view = load_window(context.store, tenant, window)
+    where = position(at)
+    view = load_window(context.store, context.tenant, window)
     context.refuse_other_model(view)
     returning = pick((*view.evicted, *view.entries), chunks, f"window {window!r}")
+    calls = context.vision_calls
+    patched: tuple[str, ...] = ()
+    if not (repair and _stand_there(view, returning, where)):
+        view, patched = _put_back(context, view, returning, where)
+    back = {entry.chunk for entry in returning}
+    result = RecallResult(
+        window=view,
+        recalled=tuple(entry for entry in view.entries if entry.chunk in back),
+        patched=patched,
+        cascade=_cascade_of(context, returning),
+        vision_calls=context.vision_calls - calls,
+        total_ms=0.0,
+    )
+    if repair:
+        result = _repaired(context, result)
+    return replace(result, total_ms=1e3 * (time.perf_counter() - started))
+
+
+def _stand_there(view: WindowView, returning: tuple[WindowEntry, ...], at: int | None) -> bool:
+    """Whether chunks stand already where they are asked for, in this order."""
+    first = len(view.entries) - len(returning) if at is None else at
+    return first >= 0 and view.entries[first : first + len(returning)] == returning
+
+
+def _put_back(
+    context: Context, view: WindowView, returning: Sequence[WindowEntry], at: int | None
+) -> tuple[WindowView, tuple[str, ...]]:
+    """The window with the chunks in it again, and the ids of their patches."""
     after = recalled(view, returning, at)
     back = {entry.chunk for entry in returning}
     wanted = conditioning(after, [entry for entry in after.entries if entry.chunk in back], given_order=False)
     for chunk in wanted:
         require_record(context.library, chunk.chain[-1], str(chunk.entry.number))
-    calls = context.vision_calls
-    numbers = {bytes.fromhex(entry.chunk): entry.number for entry in (*after.entries, *after.evicted)}
-    formed, _ = form_chains(
-        context,
-        [chunk.chain for chunk in wanted if chunk.antecedents],
-        PatchOptions(any_usable=True),
-        numbers,
-    )
-    update_window(context.store, tenant, window, lambda current: recalled(current, returning, at))
-    entries = {entry.chunk: entry for entry in after.entries}
-    return RecallResult(
-        window=after,
-        recalled=tuple(entries[entry.chunk] for entry in returning),
-        patched=tuple(patch.id for patch in formed),
-        cascade=cascade_of(context, returning),
-        vision_calls=context.vision_calls - calls,
-        total_ms=1e3 * (time.perf_counter() - started),
-    )
+    patched = _form(context, after, [chunk.chain for chunk in wanted if chunk.antecedents])
+    update_window(context.store, context.tenant, view.name, lambda current: recalled(current, returning, at))
+    return after, patched
 
 
-def cascade_of(context: Context, entries: Sequence[WindowEntry]) -> tuple[str, ...]:
+def _form(context: Context, view: WindowView, chains: Sequence[Chain]) -> tuple[str, ...]:
+    """Ids of the patches of chains, which are formed where the store has none that serves."""
+    numbers = {bytes.fromhex(entry.chunk): entry.number for entry in (*view.entries, *view.evicted)}
+    formed, _ = form_chains(context, chains, PatchOptions(any_usable=True), numbers)
+    return tuple(patch.id for patch in formed)
+
+
+def _cascade_of(context: Context, entries: Sequence[WindowEntry]) -> tuple[str, ...]:
     """Chunks (hex) with patches that name one of these as an antecedent."""
-    tenant = context.tenant
-    named = (context.store.patches_naming(bytes.fromhex(entry.chunk), tenant=tenant) for entry in entries)
+    named = (
+        context.store.patches_naming(bytes.fromhex(entry.chunk), tenant=context.tenant) for entry in entries
+    )
     return tuple(sorted({patch.meta["chunk"] for patches in named for patch in patches}))
+
+
+def _repaired(context: Context, result: RecallResult) -> RecallResult:
+    """Form the patches of a recall's cascade for the window as it is now, the cheapest first.
+
+    The window follows chunk by chunk, each after its patch is stored, so that an interrupted repair leaves what it did.
+
+    Returns
+    -------
+    RecallResult
+        With the numbers of the repaired chunks, in the order of repair, and the ids of their patches.
+    """
+    name = result.window.name
+    back = {entry.chunk for entry in result.recalled}
+    view = load_window(context.store, context.tenant, name)
+    after = reconditioned(view, {entry.chunk for entry in view.entries} & set(result.cascade) - back)
+    changed = [new for new, old in zip(after.entries, view.entries, strict=True) if new != old]
+    tokens = {entry.chunk: entry.num_tokens for entry in (*view.entries, *view.evicted)}
+    changed.sort(key=lambda entry: sum(tokens[key] for key in (*entry.conditioned_on, entry.chunk)))
+    patches: list[str] = []
+    for entry in changed:
+        (wanted,) = conditioning(after, [entry], given_order=False)
+        if wanted.antecedents:
+            patches += _form(context, view, [wanted.chain])
+        view = update_window(
+            context.store, context.tenant, name, partial(reconditioned, chunks={entry.chunk})
+        )
+    return replace(
+        result,
+        window=view,
+        repaired=tuple(entry.number for entry in changed),
+        repaired_patches=tuple(patches),
+    )

@@ -334,8 +334,7 @@ class WindowEntry:
 class WindowView:
     """A window as commands show it. ``evicted`` keeps what can be recalled.
 
-    ``next_number`` is above every number that the window ever gave, also to chunks that were purged since; 0 in a
-    window that was stored before there was such a field.
+    ``next_number`` is above every number that the window ever gave, also to chunks that were purged since.
     """
 
     name: str
@@ -343,7 +342,7 @@ class WindowView:
     fingerprint: str
     entries: tuple[WindowEntry, ...] = ()
     evicted: tuple[WindowEntry, ...] = ()
-    next_number: int = 0
+    next_number: int = 1
 
 
 @dataclass(frozen=True)

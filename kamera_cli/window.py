@@ -1,20 +1,46 @@
-"""Windows: ordered chunks with the antecedents that each is conditioned on (design §4); pure functions and JSON."""
+"""Windows: ordered chunks with the antecedents that each is conditioned on, and how the store keeps them.
+
+What changes a window is a pure function from one to another; `update_window` applies it to the stored one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.results import WindowEntry, WindowView
 from kamera_cli.settings import checked_name
 from kamera_store.errors import ConflictError
+from kamera_store.format.keys import Identity
 from kamera_store.kvstore import KVStore
 
 SPACE = "window"
 """State space of the store that holds windows, under ``<tenant>/<name>``."""
 
 _RETRIES = 20
+
+Chain = tuple[Identity, ...]
+"""Chunks in the order in which a conditioned forward prefills them; the last one is conditioned on the others."""
+
+
+@dataclass(frozen=True)
+class Conditioned:
+    """A chunk of an arrangement and its antecedents in order; None when one of them is known to nobody any more."""
+
+    entry: WindowEntry
+    antecedents: Chain | None
+
+    @property
+    def chain(self) -> Chain:
+        """The antecedents and the chunk itself. Only for a chunk whose antecedents are known."""
+        assert self.antecedents is not None
+        return (*self.antecedents, identity_of(self.entry))
+
+
+def identity_of(entry: WindowEntry) -> Identity:
+    """Key and proof of the chunk that a window entry means."""
+    return Identity("chunk", bytes.fromhex(entry.chunk), bytes.fromhex(entry.digest))
 
 
 def appended(window: WindowView, new: Sequence[WindowEntry]) -> WindowView:
@@ -24,22 +50,17 @@ def appended(window: WindowView, new: Sequence[WindowEntry]) -> WindowView:
     """
     entries = list(window.entries)
     evicted = list(window.evicted)
-    number = _last_number(window)
+    number = window.next_number
     for entry in new:
         if any(entry.chunk == present.chunk for present in entries):
             continue
         known = next((old for old in evicted if old.chunk == entry.chunk), None)
         if known is not None:
             evicted.remove(known)
-        number += known is None
         before = tuple(present.chunk for present in entries)
         entries.append(replace(entry, number=known.number if known else number, conditioned_on=before))
-    return replace(window, entries=tuple(entries), evicted=tuple(evicted), next_number=number + 1)
-
-
-def _last_number(window: WindowView) -> int:
-    """The highest number that a window ever gave, as far as it knows."""
-    return max(window.next_number - 1, *(entry.number for entry in (*window.entries, *window.evicted)), 0)
+        number += known is None
+    return replace(window, entries=tuple(entries), evicted=tuple(evicted), next_number=number)
 
 
 def without(window: WindowView, leaving: Sequence[WindowEntry]) -> WindowView:
@@ -60,7 +81,6 @@ def purged(window: WindowView, leaving: Sequence[WindowEntry]) -> WindowView:
         window,
         entries=tuple(entry for entry in window.entries if entry.chunk not in gone),
         evicted=tuple(entry for entry in window.evicted if entry.chunk not in gone),
-        next_number=_last_number(window) + 1,
     )
 
 
@@ -140,6 +160,42 @@ def pick(entries: Sequence[WindowEntry], names: Sequence[str], where: str) -> tu
     return tuple(chosen)
 
 
+def ordered(window: WindowView, chunks: Sequence[str] | None) -> tuple[WindowEntry, ...]:
+    """Entries of a window in the order asked for; in its own order for None.
+
+    Raises
+    ------
+    UsageError
+        The window is empty, or a chunk is named twice.
+    NotFoundError
+        No such chunk.
+    """
+    if not window.entries:
+        raise UsageError(f"window {window.name!r} is empty; put chunks back with recall, or ingest a source")
+    if chunks is None:
+        return window.entries
+    if not chunks:
+        raise UsageError("--chunks names no chunk")
+    refuse_what_left(window, chunks, "put it back with: kamera recall {name}")
+    return pick(window.entries, chunks, f"window {window.name!r}")
+
+
+def conditioning(
+    window: WindowView, entries: Sequence[WindowEntry], *, given_order: bool
+) -> list[Conditioned]:
+    """What each chunk is conditioned on: what stands before it in a given order, or what its window remembers."""
+    if given_order:
+        identities = [identity_of(entry) for entry in entries]
+        return [Conditioned(entry, tuple(identities[:index])) for index, entry in enumerate(entries)]
+    known = {entry.chunk: identity_of(entry) for entry in (*window.entries, *window.evicted)}
+    return [
+        Conditioned(entry, tuple(known[key] for key in entry.conditioned_on))
+        if all(key in known for key in entry.conditioned_on)
+        else Conditioned(entry, None)
+        for entry in entries
+    ]
+
+
 def refuse_what_left(window: WindowView, names: Sequence[str], what: str) -> None:
     """Say so where a number means a chunk that the window no longer holds.
 
@@ -197,9 +253,12 @@ def update_window(
     """
     for attempt in range(_RETRIES):
         state = store.get_state(SPACE, _state_name(tenant, name))
-        if state is None and fingerprint is None:
-            return load_window(store, tenant, name)
-        current = WindowView(name, tenant, fingerprint) if state is None else _from_json(state.value)
+        if state is not None:
+            current = _from_json(state.value)
+        elif fingerprint is not None:
+            current = WindowView(name, tenant, fingerprint)
+        else:
+            return load_window(store, tenant, name)  # which says that there is none
         changed = change(current)
         if state is not None and changed == current:
             return current
@@ -207,7 +266,7 @@ def update_window(
             store.put_state(
                 SPACE,
                 _state_name(tenant, name),
-                _to_json(changed),
+                asdict(changed),
                 expect=None if state is None else state.version,
             )
             return changed
@@ -222,10 +281,6 @@ def _state_name(tenant: str, name: str) -> str:
     return f"{checked_name('tenant', tenant)}/{checked_name('window', name)}"
 
 
-def _to_json(window: WindowView) -> dict:
-    return asdict(window)
-
-
 def _from_json(value: Mapping) -> WindowView:
     def entries(rows: Sequence[Mapping]) -> tuple[WindowEntry, ...]:
         return tuple(WindowEntry(**{**row, "conditioned_on": tuple(row["conditioned_on"])}) for row in rows)
@@ -236,5 +291,5 @@ def _from_json(value: Mapping) -> WindowView:
         value["fingerprint"],
         entries(value["entries"]),
         entries(value["evicted"]),
-        value.get("next_number", 0),
+        value["next_number"],
     )

@@ -22,7 +22,6 @@ from kamera_cli.bench.results import SuiteResult
 from kamera_cli.bench.rivals import chosen
 from kamera_cli.bench.scratch import scratch_engine
 from kamera_cli.engine import Engine
-from kamera_cli.library import identity_of
 from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.scoring import is_greedy_match, score
 from kamera_cli.operator.compose import compose
@@ -32,6 +31,7 @@ from kamera_cli.patches.worth import layer_worth
 from kamera_cli.results import Progress
 from kamera_cli.settings import Settings
 from kamera_cli.tiny.world import MAX_CHUNKS, MIN_CHUNKS, Episode, episode
+from kamera_cli.window import identity_of
 from kamera_store.format.records import Record
 
 if TYPE_CHECKING:

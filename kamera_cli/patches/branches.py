@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kamera_cli.arrangement import Chain
+from kamera_cli.window import Chain
 
 if TYPE_CHECKING:
     from kamera_store.format.keys import Identity
@@ -49,3 +49,13 @@ def count_branches(chains: Sequence[Chain]) -> int:
         number += 1
         waiting += waiting.pop().after
     return number
+
+
+def maximal(chains: Sequence[Chain]) -> list[Chain]:
+    """Chains that are no prefix of another one: a forward over these conditions every chunk of all of them."""
+    distinct = list(dict.fromkeys(chains))
+    return [
+        chain
+        for chain in distinct
+        if not any(len(other) > len(chain) and other[: len(chain)] == chain for other in distinct)
+    ]

@@ -6,13 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kamera_cli.arrangement import conditioning, ordered
 from kamera_cli.errors import NotFoundError
 from kamera_cli.operator.patch import check_rank
 from kamera_cli.patches.form import form_chains
 from kamera_cli.patches.request import PatchOptions
 from kamera_cli.results import CompileResult
-from kamera_cli.window import load_window
+from kamera_cli.window import conditioning, load_window, ordered
 
 if TYPE_CHECKING:
     from kamera_cli.context import Context

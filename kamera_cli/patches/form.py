@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kamera_cli.arrangement import Chain, maximal, require_record
-from kamera_cli.library import NewPatch
+from kamera_cli.library import NewPatch, require_record
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.scoring import logits_after_each
 from kamera_cli.operator.patch import form
-from kamera_cli.patches.branches import count_branches
+from kamera_cli.patches.branches import count_branches, maximal
 from kamera_cli.patches.measure import Part, assembled, places_of
 from kamera_cli.patches.report import describe
 from kamera_cli.patches.request import PatchOptions, find_formed
 from kamera_cli.patches.tree import Prefilled, each_branch
 from kamera_cli.patches.worth import layer_worth
 from kamera_cli.results import FormedPatch, Progress
+from kamera_cli.window import Chain
 from kamera_store.format.records import Record
 
 if TYPE_CHECKING:

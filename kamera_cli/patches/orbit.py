@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kamera_cli.arrangement import Chain, ordered, require_record
-from kamera_cli.library import NewPatch, identity_of
+from kamera_cli.library import NewPatch, require_record
 from kamera_cli.model.generate import next_token_kl
 from kamera_cli.operator.orbit import (
     antecedent_sets,
@@ -25,7 +24,7 @@ from kamera_cli.patches.request import PatchOptions, serves
 from kamera_cli.patches.tree import conditioned
 from kamera_cli.patches.worth import layer_worth
 from kamera_cli.results import CompileResult, FormedPatch, Progress
-from kamera_cli.window import load_window
+from kamera_cli.window import Chain, identity_of, load_window, ordered
 from kamera_store.format.keys import Identity
 
 if TYPE_CHECKING:

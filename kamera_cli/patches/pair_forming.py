@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kamera_cli.arrangement import Chain, ordered, require_record
 from kamera_cli.errors import UsageError
-from kamera_cli.library import identity_of
+from kamera_cli.library import require_record
 from kamera_cli.model.generate import next_token_kl
 from kamera_cli.operator.compose import GainFit, compose
 from kamera_cli.operator.patch import LayerPatch, check_rank, residual
@@ -23,7 +22,7 @@ from kamera_cli.patches.pairs import with_calibration
 from kamera_cli.patches.request import PatchOptions
 from kamera_cli.patches.tree import conditioned
 from kamera_cli.results import CompileResult, ComposedBound, Progress
-from kamera_cli.window import load_window
+from kamera_cli.window import Chain, identity_of, load_window, ordered
 from kamera_store.format.keys import Identity
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kamera_cli.arrangement import conditioning, require_record
+from kamera_cli.library import require_record
 from kamera_cli.model.generate import next_token_kl
 from kamera_cli.operator.patch import check_rank
 from kamera_cli.patches.form import form_chains
 from kamera_cli.patches.measure import Part, probe_logits
 from kamera_cli.patches.request import PatchOptions
 from kamera_cli.results import CompileResult, WindowView
-from kamera_cli.window import forgetting, load_window, update_window
+from kamera_cli.window import conditioning, forgetting, load_window, update_window
 
 if TYPE_CHECKING:
     from kamera_cli.context import Context

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from kamera_cli.arrangement import Chain, require_record
-from kamera_cli.library import Library
+from kamera_cli.library import Library, require_record
 from kamera_cli.operator.patch import FACTOR_DTYPES, Precision, direction_bytes
 from kamera_cli.operator.ranks import Worth, check_budget, parse_budget
 from kamera_cli.patches.report import describe, kv_bytes, why_not_auto
 from kamera_cli.results import FormedPatch
 from kamera_cli.settings import DEFAULT_ENERGY
+from kamera_cli.window import Chain
 from kamera_store.format.records import Record
 
 

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kamera_cli.arrangement import Chain, require_record
+from kamera_cli.library import require_record
 from kamera_cli.model.compat import DynamicCache, decoder_of, shorten
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.patches.branches import Branch, branches
+from kamera_cli.window import Chain
 
 if TYPE_CHECKING:
     from kamera_cli.context import Context

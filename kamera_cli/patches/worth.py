@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kamera_cli.arrangement import Chain, require_record
+from kamera_cli.library import require_record
 from kamera_cli.model.compat import DynamicCache, decoder_of, takes_masks
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.generate import next_token_kl
@@ -31,6 +31,7 @@ from kamera_cli.operator.assemble import joined_positions, place
 from kamera_cli.operator.patch import absorbed
 from kamera_cli.operator.ranks import Sensitivity, Worth, worth
 from kamera_cli.results import Progress
+from kamera_cli.window import Chain
 
 if TYPE_CHECKING:
     from kamera_cli.context import Context

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kamera_cli.arrangement import ordered
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.library import Library
 from kamera_cli.model.compat import DynamicCache
@@ -25,7 +24,7 @@ from kamera_cli.query.observed import keep_worst
 from kamera_cli.query.read import Reading, read_and_assemble
 from kamera_cli.query.receipt import receipts_of, remembered, warnings_of
 from kamera_cli.results import QueryResult, Stages
-from kamera_cli.window import load_window, reconditioned, update_window
+from kamera_cli.window import load_window, ordered, reconditioned, update_window
 from kamera_cli.words import advice, chunks_words, compile_command, misses_words
 from kamera_store.errors import DamagedError, MissingRecordError
 from kamera_store.format.records import Record

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
-from kamera_cli.arrangement import Conditioned, conditioning, ordered
 from kamera_cli.errors import NotFoundError, UsageError
-from kamera_cli.hot import assembly_size
-from kamera_cli.library import identity_of, segment_size
+from kamera_cli.library import assembly_size, segment_size
 from kamera_cli.operator.placement import best_order
 from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan, Reuse, Wanted, plan, refusal
 from kamera_cli.query.offers import Listing, StoredOffer, offers
 from kamera_cli.results import Placed, PlannedChunk, QueryPlan, WindowEntry, WindowView
+from kamera_cli.window import Conditioned, conditioning, identity_of, ordered
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kamera_cli.library import Library, identity_of
+from kamera_cli.library import Library
 from kamera_cli.operator.plan import AUTO_MAX_KL, Plan
 from kamera_cli.query.arrange import Found
+from kamera_cli.window import identity_of
 from kamera_cli.words import format_number
 from kamera_store.errors import DamagedError, MissingRecordError, NoRoomError, ReadOnlyError
 from kamera_store.format.records import Record

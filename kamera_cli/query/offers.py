@@ -13,8 +13,8 @@ from kamera_cli.operator.ranks import proven_energy
 from kamera_cli.patches.pairs import composed_offer, gain_of
 
 if TYPE_CHECKING:
-    from kamera_cli.arrangement import Chain
     from kamera_cli.library import Library
+    from kamera_cli.window import Chain
     from kamera_store.format.keys import Identity
     from kamera_store.format.records import Record
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kamera_cli.hot import Shelf
-from kamera_cli.library import Library
+from kamera_cli.library import Library, assembly_size
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.runner import ModelRunner
@@ -16,7 +15,7 @@ from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.query.offers import merged
 from kamera_cli.results import Stages
-from kamera_store.format.records import Record
+from kamera_store.format.records import Record, TensorBytes
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def read_and_assemble(
     """
     started = time.perf_counter()
     clock = _Clock()
-    shelf = library.shelf([*records, *itertools.chain.from_iterable(patches)])
+    shelf = _Shelf(library, [*records, *itertools.chain.from_iterable(patches)])
     positions = [library.positions(record) for record in records]
     sizes = [(runner.preamble.positions, runner.preamble.num_tokens)]
     sizes += [(ids, record.meta["num_tokens"]) for ids, record in zip(positions, records, strict=True)]
@@ -95,7 +94,7 @@ def read_and_assemble(
 def _layers(
     runner: ModelRunner,
     library: Library,
-    shelf: Shelf,
+    shelf: _Shelf,
     patches: Sequence[Sequence[Record]],
     clock: _Clock,
 ) -> Iterator[list[tuple[LayerKV, LayerPatch | None]]]:
@@ -114,7 +113,7 @@ def _layers(
         yield [(runner.preamble_layers[layer], None), *zip(canonical, of_chunks, strict=True)]
 
 
-def _bytes(shelf: Shelf, patches: Sequence[Sequence[Record]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _bytes(shelf: _Shelf, patches: Sequence[Sequence[Record]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Stored bytes per chunk, read and in memory."""
     of_patches = itertools.count(len(patches))
     read, hot = [], []
@@ -123,3 +122,60 @@ def _bytes(shelf: Shelf, patches: Sequence[Sequence[Record]]) -> tuple[tuple[int
         read.append(sum(size for size, _ in sizes))
         hot.append(sum(size for _, size in sizes))
     return tuple(read), tuple(hot)
+
+
+class _Shelf:
+    """Records that are about to be read together: which are in memory, which must be read, and what is kept after.
+
+    Attributes
+    ----------
+    cold : list of Record
+        Those whose layers must be read, in the order given.
+    """
+
+    def __init__(self, library: Library, records: Sequence[Record]) -> None:
+        self._library, self._records, self._hot = library, records, library.hot
+        self._layers: list[Sequence[LayerKV | LayerPatch] | None] = [None] * len(records)
+        self._positions_hot = [False] * len(records)
+        if self._hot is not None:
+            standing = self._hot.check(library.store, (record.key for record in records))
+            for index, record in enumerate(records):
+                if standing[record.key] == record.header_checksum:
+                    version = library.version(record)
+                    self._layers[index] = self._hot.get(version, "layers")
+                    self._positions_hot[index] = self._hot.holds(version, "positions")
+        self.cold = [record for record, layers in zip(records, self._layers, strict=True) if layers is None]
+        self._made: list[list[LayerKV | LayerPatch]] = [[] for _ in self.cold]
+
+    def restored(
+        self, number: int, decoded: Sequence[Mapping[str, TensorBytes]]
+    ) -> list[LayerKV | LayerPatch]:
+        """One layer of every record, in the order given.
+
+        Parameters
+        ----------
+        decoded : sequence of mapping
+            Tensors by name of each cold record.
+        """
+        fresh = self._library.restored(self.cold, number, decoded)
+        if self._hot is not None:
+            for made, value in zip(self._made, fresh, strict=True):
+                made.append(value)
+        coming = iter(fresh)
+        return [next(coming) if layers is None else layers[number] for layers in self._layers]
+
+    def keep(self) -> None:
+        """Keep what was read, once all layers were."""
+        if self._hot is None or not self.cold:
+            return
+        for record, made in zip(self.cold, self._made, strict=True):
+            self._hot.put(self._library.version(record), "layers", tuple(made))
+        self._hot.check(self._library.store)
+
+    def stored_bytes(self, index: int) -> tuple[int, int]:
+        """Stored bytes of one record that had to be read, and that were in memory instead."""
+        record = self._records[index]
+        positions = record.tensor("positions").stored_bytes if record.kind == "chunk" else 0
+        layers = assembly_size(record) - positions
+        hot = layers * (self._layers[index] is not None) + positions * self._positions_hot[index]
+        return layers + positions - hot, hot

@@ -16,11 +16,11 @@ from kamera_cli.bench.forming import Learner, Residual
 from kamera_cli.bench.memory_report import sentence
 from kamera_cli.bench.sizes import Size
 from kamera_cli.engine import Engine
-from kamera_cli.library import identity_of
 from kamera_cli.operator.patch import form
 from kamera_cli.operator.ranks import Worth, parse_budget
 from kamera_cli.patches.request import PatchOptions
 from kamera_cli.settings import Settings
+from kamera_cli.window import identity_of
 from kamera_cli.words import strict_json
 
 

@@ -11,10 +11,10 @@ from tiny_models import write_noise_image, write_noise_video, write_passage
 
 from kamera_cli.engine import Engine
 from kamera_cli.errors import NotFoundError, UsageError
-from kamera_cli.library import identity_of
 from kamera_cli.patches.branches import branches
 from kamera_cli.patches.tree import conditioned, each_conditioned, starts_cold
 from kamera_cli.settings import Settings
+from kamera_cli.window import identity_of
 from kamera_store.format.keys import Identity
 
 RELATIVE = 2e-5

@@ -12,9 +12,9 @@ from tiny_models import write_passage
 from kamera_cli import tiny
 from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, bench_episode, write_episode
 from kamera_cli.errors import UsageError
-from kamera_cli.library import identity_of
 from kamera_cli.patches.pair_forming import PAIR_LIMIT, sampled_orders
 from kamera_cli.patches.pairs import META, composed_offer
+from kamera_cli.window import identity_of
 
 BACKBONES = ("qwen2_5_vl", "qwen3", "deepseek_v3")
 

@@ -61,14 +61,19 @@ def test_a_chunk_whose_patches_do_not_name_the_recalled_one_is_left_alone(engine
 
 
 def test_an_interrupted_repair_goes_on_when_it_is_asked_for_again(engine, monkeypatch):
-    from kamera_cli import repair as repairing
+    from kamera_cli import recall as recalling
 
-    def stopped(*_arguments):
-        raise KeyboardInterrupt
+    forming, calls = recalling.form_chains, []
+
+    def stopped_in_the_repair(*arguments):
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return forming(*arguments)
 
     engine.evict(["1"])
     with monkeypatch.context() as patched:
-        patched.setattr(repairing, "form_chains", stopped)
+        patched.setattr(recalling, "form_chains", stopped_in_the_repair)
         with pytest.raises(KeyboardInterrupt):
             engine.recall(["1"], at=2, repair=True)
     assert before(engine)[4] == ("1", "2", "3")

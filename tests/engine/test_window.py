@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -132,17 +130,6 @@ def test_a_purge_of_everything_is_remembered_in_the_store(tmp_path):
         change(lambda window: appended(window, [entry(0), entry(1)]))
         change(lambda window: purged(window, window.entries))
         assert change(lambda window: appended(window, [entry(2)])).entries[0].number == 3
-
-
-def test_a_window_that_was_stored_without_its_next_number_goes_on_numbering(tmp_path):
-    with KVStore.open(tmp_path / "store") as store:
-        window = asdict(of(0, 1, 2))
-        del window["next_number"]
-        store.put_state("window", "t/w", window, expect=None)
-        assert load_window(store, "t", "w").entries == of(0, 1, 2).entries
-        update_window(store, "t", "w", lambda view: purged(view, view.entries[2:]))
-        after = update_window(store, "t", "w", lambda view: appended(view, [entry(4)]))
-        assert [one.number for one in after.entries] == [1, 2, 4]
 
 
 @given(
