@@ -41,7 +41,7 @@ def compiled(open_engine, tmp_path):
     ingest(hot, "llama", tmp_path)
     hot.compile_patches(rank=6)
     hot.compile_patches(["3", "1", "2"], rank=6)
-    hot.hot.clear()
+    hot.context.hot.clear()
     return hot, open_engine("llama")
 
 
@@ -173,7 +173,7 @@ def test_a_copy_serves_one_tenant_and_one_model(open_engine, tmp_path):
     logits_of(first, chunks=["1"])
     for options in ({"tenant": "guest"}, {"dtype": "bf16"}):
         other = open_engine("llama", hot_bytes=ROOMY, **options)
-        other.__dict__["hot"] = first.hot
+        other.context._made["hot"] = first.context.hot
         other.ingest([tmp_path / "a.txt"], window="own")
         _, result = logits_of(other, window="own")
         assert result.chunks[0].hot_bytes == 0
@@ -211,7 +211,7 @@ def test_a_slice_counts_with_the_memory_that_it_keeps_alive():
 def test_a_small_budget_is_kept_and_changes_no_answer(compiled, open_engine, share):
     roomy, cold = compiled
     logits_of(roomy)
-    limit = int(share * roomy.hot.held_bytes / 3)
+    limit = int(share * roomy.context.hot.held_bytes / 3)
     engine = open_engine("llama", hot_bytes=limit)
     for order in (None, ["3", "1", "2"], None, ["2"], None):
         logits, _ = logits_of(engine, chunks=order)
@@ -225,7 +225,7 @@ def test_threads_that_share_a_small_budget_answer_as_one_does(compiled, open_eng
     orders = [None, ["3", "1", "2"], ["2"], ["3"]]
     expected = {str(order): cold.query(QUESTION, chunks=order, reuse="patched").answer for order in orders}
     logits_of(roomy)
-    engine = open_engine("llama", hot_bytes=roomy.hot.held_bytes // 2)
+    engine = open_engine("llama", hot_bytes=roomy.context.hot.held_bytes // 2)
     assert engine.runner
     seen, lock = [], threading.Lock()
 
@@ -243,7 +243,7 @@ def test_threads_that_share_a_small_budget_answer_as_one_does(compiled, open_eng
 
 
 def test_a_command_keeps_nothing_in_memory_and_a_closed_engine_neither(open_engine, tmp_path):
-    assert open_engine("llama").hot is None
+    assert open_engine("llama").context.hot is None
     engine = open_engine("llama", hot_bytes=ROOMY)
     ingest(engine, "llama", tmp_path)
     engine.query(QUESTION, chunks=["1"])
