@@ -38,9 +38,11 @@ hosts it was said that there is no GPU."""
 
 T = TypeVar("T")
 
+_MISSING: Any = object()
+
 
 class once(Generic[T]):
-    """A value of a `Context` that is made by its first use, under the lock of the context.
+    """A value of a `Context` that its first use makes, under the lock of the context: others wait and get the same one.
 
     ``functools.cached_property`` takes no lock since Python 3.12: two threads that ask first would load a model twice.
     """
@@ -56,14 +58,7 @@ class once(Generic[T]):
     @overload
     def __get__(self, context: Context, owner: type) -> T: ...
     def __get__(self, context: Context | None, owner: type) -> once[T] | T:
-        if context is None:
-            return self
-        if self._name not in context._made:
-            with context._lock:
-                if self._name not in context._made:
-                    context._made[self._name] = self._make(context)
-        made: T = context._made[self._name]
-        return made
+        return self if context is None else context._first(self._name, self._make)
 
 
 class Context:
@@ -96,6 +91,16 @@ class Context:
         self._made: dict[str, Any] = {} if runner is None else {"runner": runner}
         self._lock = threading.RLock()
         self._numbers: dict[bytes, int] = {}
+
+    def _first(self, name: str, make: Callable[[Any], T]) -> T:
+        """A value by name, made where there is none. One lock serves all, since one value is made from another."""
+        made = self._made.get(name, _MISSING)
+        if made is _MISSING:
+            with self._lock:
+                made = self._made.get(name, _MISSING)
+                if made is _MISSING:
+                    made = self._made[name] = make(self)
+        return made
 
     def close(self) -> None:
         """Release the store; it is opened again by its next use."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -30,6 +30,9 @@ from kamera_store.format.records import Record, TensorBytes, TensorInfo
 from kamera_store.format.tensors import to_bytes, to_torch
 from kamera_store.kvstore import KVStore
 
+StoredKind = Literal["exact", "orbit"]
+"""Patches that the store keeps: for antecedents in one order, or for every order of a set."""
+
 _T = TypeVar("_T")
 
 
@@ -39,26 +42,39 @@ class NewPatch:
 
     Attributes
     ----------
+    chunk : Record
+        What it is a patch of.
     antecedents : sequence of Identity
         In order for ``exact``; the order does not matter for ``orbit``.
-    meta : Mapping
-        What was measured and asked for.
+    layers : list of LayerPatch
+    meta : mapping
+        What was measured and asked for; strict JSON.
+    cost_ms : float
+        What it took to form.
     """
 
     chunk: Record
     antecedents: Sequence[Identity]
-    kind: str
+    kind: StoredKind
     layers: list[LayerPatch]
-    meta: Mapping
+    meta: Mapping[str, Any]
     cost_ms: float
 
 
 @dataclass(frozen=True)
 class Library:
-    """Chunks and patches on top of a store.
+    """Chunks and patches on top of a store. Making one reads nothing.
+
+    Reading raises `DamagedError` where a stored byte is not what was written, and `MissingRecordError` where the record
+    was removed meanwhile.
 
     Attributes
     ----------
+    store : KVStore
+    tenant : str
+        Whose chunks are seen.
+    fingerprint : str
+        Of the model that the chunks belong to, 64 hex digits.
     device : torch.device
         Where tensors that are read back go.
     names : tuple of str
@@ -75,7 +91,7 @@ class Library:
     hot: HotCache | None = None
 
     def chunk_identity(self, inputs: ChunkInputs) -> Identity:
-        """Key of a chunk from exactly what the model sees of it (design §3)."""
+        """Key of a chunk from exactly what the model sees of it, and of nothing else."""
         tensors = {"token_ids": inputs.token_ids, "token_types": inputs.token_types, **inputs.tensors}
         tensors["positions"] = inputs.positions.ids
         return chunk_identity(
@@ -90,9 +106,28 @@ class Library:
         return self.store.find(identity_of(entry), tenant=self.tenant)
 
     def put_chunk(
-        self, identity: Identity, inputs: ChunkInputs, encoded: EncodedChunk, *, unit: str, meta: Mapping
+        self,
+        identity: Identity,
+        inputs: ChunkInputs,
+        encoded: EncodedChunk,
+        *,
+        unit: str,
+        meta: Mapping[str, Any],
     ) -> bool:
-        """Write a chunk; False when it was there already."""
+        """Write a chunk; False when it was there already.
+
+        Parameters
+        ----------
+        unit : str
+            The media unit that it is evicted with.
+        meta : mapping
+            What is known of its source; strict JSON.
+
+        Raises
+        ------
+        NoRoomError
+            Quota or disk are full, even after eviction.
+        """
         tensors = [
             to_bytes("token_ids", inputs.token_ids),
             to_bytes("positions", inputs.positions.ids),
@@ -144,13 +179,13 @@ class Library:
 
     def layers(self, record: Record) -> list[LayerKV]:
         """Canonical KV of all layers of a chunk. Not to be written into."""
-        return list(self._through(record, "layers", lambda: self._read_layers(record)))
+        return self._layers(record)
 
-    def patch_identity(self, chunk: Identity, antecedents: Sequence[Identity], kind: str) -> Identity:
+    def patch_identity(self, chunk: Identity, antecedents: Sequence[Identity], kind: StoredKind) -> Identity:
         """Key of a patch: the chunk, the chunks before it (in order for ``exact``), the kind."""
         return patch_identity(chunk=chunk, antecedents=antecedents, kind=kind, tenant=self.tenant)
 
-    def find_patch(self, chunk: Identity, antecedents: Sequence[Identity], kind: str) -> Record | None:
+    def find_patch(self, chunk: Identity, antecedents: Sequence[Identity], kind: StoredKind) -> Record | None:
         """The stored patch for exactly this conditioning; one without all its factors is a miss, a damaged one with a
         warning.
 
@@ -170,16 +205,26 @@ class Library:
         return found if is_whole(found) else None
 
     def put_patches(self, patches: Sequence[NewPatch]) -> list[Record]:
-        """Write patches in one transaction, each in place of an older one for the same conditioning; their records."""
+        """Write patches in one transaction, each in place of an older one for the same conditioning; their records.
+
+        Raises
+        ------
+        NoRoomError
+            Quota or disk are full, even after eviction.
+        MissingRecordError
+            Another process removed one at once.
+        """
         items = [self._item(patch) for patch in patches]
         self.store.put_all(items, replace=True)
-        return [self.store.find(item["identity"], tenant=self.tenant) for item in items]
+        return [self._written(item["identity"]) for item in items]
 
-    def put_patch(self, patch: NewPatch) -> Record:
-        """Write one patch; see `put_patches`."""
-        return self.put_patches([patch])[0]
+    def _written(self, identity: Identity) -> Record:
+        record = self.store.find(identity, tenant=self.tenant)
+        if record is None:
+            raise MissingRecordError(identity.key)
+        return record
 
-    def restate(self, record: Record, meta: Mapping[str, object]) -> None:
+    def restate(self, record: Record, meta: Mapping[str, Any]) -> None:
         """Change what a stored patch says of itself; its factors stay as they are, byte for byte.
 
         Raises
@@ -194,14 +239,14 @@ class Library:
             Identity("patch", record.key, record.digest),
             tenant=record.tenant,
             unit=record.unit,
-            meta=record.meta | meta,
+            meta={**record.meta, **meta},
             tensors=self.store.read(record).values(),
             cost_ms=record.cost_ms,
             created_s=record.created_s,
             replace=True,
         )
 
-    def _item(self, new: NewPatch) -> dict:
+    def _item(self, new: NewPatch) -> dict[str, Any]:
         """What the store is given of a patch."""
         chunk, layers = new.chunk, new.layers
         of_chunk = Identity("chunk", chunk.key, chunk.digest)
@@ -233,6 +278,9 @@ class Library:
 
     def patch_layers(self, record: Record) -> list[LayerPatch]:
         """All layers of a patch. Not to be written into."""
+        return self._layers(record)
+
+    def _layers(self, record: Record) -> list[Any]:
         return list(self._through(record, "layers", lambda: self._read_layers(record)))
 
     def _read_layers(self, record: Record) -> tuple[LayerKV | LayerPatch, ...]:
@@ -243,16 +291,12 @@ class Library:
             layers.setdefault(layer, {})[name] = tensor
         return tuple(self.restored([record], layer, [layers[layer]])[0] for layer in sorted(layers))
 
-    @property
-    def reader(self) -> LayerReader:
-        """What turns stored layers into tensors."""
-        return LayerReader(self.names, self.device, apart=self.hot is not None)
-
     def restored(
         self, records: Sequence[Record], layer: int, tensors: Sequence[Mapping[str, TensorBytes]]
     ) -> list[LayerKV | LayerPatch]:
-        """One stored layer of chunks and patches; see `LayerReader.layers`."""
-        return self.reader.layers(records, layer, tensors)
+        """One stored layer of chunks and patches as tensors; see `LayerReader.layers`."""
+        reader = LayerReader(self.names, self.device, apart=self.hot is not None)
+        return reader.layers(records, layer, tensors)
 
     def version(self, record: Record) -> Version:
         """What a copy of a record in memory is good for."""

@@ -147,7 +147,7 @@ def _kept(context: Context, library: Library, patches: Sequence[NewPatch]) -> tu
     kept: list[str] = []
     for patch in patches:
         try:
-            kept.append(library.put_patch(patch).id)
+            kept += [record.id for record in library.put_patches([patch])]
         except (NoRoomError, ReadOnlyError) as error:
             context.warn(f"{len(kept)} of {len(patches)} patches kept: {error}")
             break

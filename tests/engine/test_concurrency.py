@@ -1,11 +1,15 @@
-"""Several engines on one store: windows that lose an entry, patches half there, progress that misleads."""
+"""Several engines on one store, several threads in one engine: windows that lose an entry, patches half there, a model
+that is loaded twice, progress that misleads."""
 
 from __future__ import annotations
 
 import threading
+import time
 
 from engine_setups import NUM_NEW, QUESTION, content, ingest, reference
 from tiny_models import write_noise_image, write_noise_video, write_passage
+
+from kamera_cli.window import identity_of
 
 
 def run_together(*jobs) -> None:
@@ -26,6 +30,61 @@ def run_together(*jobs) -> None:
         thread.join()
     if failures:
         raise failures[0]
+
+
+def slowed(calls: list[str], name: str, call):
+    """A function that notes its calls and takes long enough for every other thread to ask meanwhile."""
+
+    def slow(*arguments, **options):
+        calls.append(name)
+        time.sleep(0.1)
+        return call(*arguments, **options)
+
+    return slow
+
+
+def test_threads_that_ask_at_once_load_one_model_and_open_one_store(open_engine, monkeypatch):
+    from kamera_cli.model import loading
+    from kamera_store.kvstore import KVStore
+
+    calls: list[str] = []
+    monkeypatch.setattr(loading, "load", slowed(calls, "load", loading.load))
+    monkeypatch.setattr(KVStore, "open", slowed(calls, "open", KVStore.open))
+    context = open_engine("llama", hot_bytes=1 << 20).context
+    asked = ["runner", "store", "fingerprint", "contents", "hot"]
+    seen = []
+    run_together(*[lambda name=name: seen.append((name, id(getattr(context, name)))) for name in 2 * asked])
+    assert sorted(calls) == ["load", "open"]
+    assert len(seen) == 10 and len(set(seen)) == 5
+
+
+def test_a_store_that_one_thread_closes_is_opened_by_the_next_use_of_another(open_engine):
+    context = open_engine("llama").context
+    stop = threading.Event()
+
+    def use() -> None:
+        for _ in range(200):
+            assert context.store.path
+        stop.set()
+
+    def close() -> None:
+        while not stop.is_set():
+            context.close()
+
+    run_together(use, close)
+
+
+def test_a_context_that_names_chunks_shares_what_was_made(open_engine, tmp_path):
+    engine = open_engine("llama")
+    ingest(engine, "llama", tmp_path)
+    plain = engine.context
+    named = plain.numbered(engine.window())
+    chunk = identity_of(engine.window().entries[1])
+    assert (plain.number(chunk), plain.label(chunk)) == (0, chunk.short_id)
+    assert (named.number(chunk), named.label(chunk)) == (2, "2")
+    assert named.runner is plain.runner and named.store is plain.store
+    named.close()
+    assert named.store is plain.store
 
 
 def test_a_window_that_many_fill_at_once_loses_nothing(open_engine, tmp_path):
