@@ -16,8 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from kamera_cli.engine import Engine
-from kamera_cli.live import Window
+from kamera_cli.engine import Engine, Window
 from kamera_cli.model.generate import Chooser, decode
 from kamera_cli.model.inputs import ChunkInputs
 from kamera_cli.query.compare import reopen

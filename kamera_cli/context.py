@@ -83,8 +83,6 @@ class Context:
         on_warning: Callable[[str], None] | None = None,
         runner: ModelRunner | None = None,
     ) -> None:
-        if settings.hot_bytes < 0:
-            raise UsageError(f"hot_bytes {settings.hot_bytes}: must not be negative")
         self.settings = settings
         self.progress = on_progress or (lambda _step: None)
         self.warn = on_warning or (lambda _line: None)

@@ -1,22 +1,27 @@
-"""The engine: ingest, compile_patches, query, evict and recall over one store and one model.
+"""The engine: ingest, compile_patches, query, evict and recall over one store and one model; and a window in hand.
 
-What is common to all calls stands here (store, model, fingerprint, what is kept in memory); how each of them is done
-stands in the module of `kamera_cli.jobs` that it calls.
-
-Importing this module loads no torch; the model is loaded by the first call that needs it.
+A thin face: what the calls share stands in `kamera_cli.context`, what each may be asked in `kamera_cli.options`, and
+how each is done in the module that it calls. Importing this module loads no torch; the model is loaded by the first
+call that needs it.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kamera_cli import evict as moves
 from kamera_cli.context import Context
-from kamera_cli.ingest import sources as ingest_job
-from kamera_cli.live import Window
+from kamera_cli.errors import NotFoundError
+from kamera_cli.options import (
+    DEFAULT_WINDOW,
+    CompileOptions,
+    EvictOptions,
+    IngestOptions,
+    QueryOptions,
+    RecallOptions,
+)
 from kamera_cli.results import (
     CompileResult,
     EvictResult,
@@ -25,9 +30,10 @@ from kamera_cli.results import (
     QueryPlan,
     QueryResult,
     RecallResult,
+    WindowEntry,
     WindowView,
 )
-from kamera_cli.settings import DEFAULT_ENERGY, Settings, checked_name
+from kamera_cli.settings import Settings, checked_name
 from kamera_cli.window import list_windows, load_window
 from kamera_store.kvstore import KVStore
 
@@ -36,6 +42,8 @@ if TYPE_CHECKING:
     from kamera_cli.model.runner import ModelRunner
     from kamera_cli.model.self_test import SelfTest
 
+Options = TypeVar("Options", IngestOptions, CompileOptions, QueryOptions, EvictOptions, RecallOptions)
+
 
 class Engine:
     """One store and one model, for as many calls as a process makes.
@@ -43,9 +51,13 @@ class Engine:
     The model is loaded by the first call that needs it, once. With ``Settings.hot_bytes`` what was read of a chunk or a
     patch stays in memory, so that asking again reads nothing. Calls from several threads are safe.
 
+    Each call takes its options as keywords, or as one object of `kamera_cli.options` in ``options``, which keywords
+    change. Defaults and checks stand there, and the command line has the same.
+
     Parameters
     ----------
-    settings : Settings
+    settings : Settings, optional
+        The defaults of the command line when not given.
     on_progress : callable, optional
         Receives a `Progress` after each step of a long job.
     on_warning : callable, optional
@@ -57,16 +69,27 @@ class Engine:
     -----
     A context manager; ``close`` releases the store. Methods raise subclasses of `kamera_cli.errors.KameraError`,
     `kamera_cli.media.errors.MediaError` and `kamera_store.errors.KameraStoreError`.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from kamera_cli import Engine, Settings
+    >>> with Engine(Settings(store=Path("my-store"), device="cpu")) as engine:
+    ...     ingested = engine.ingest(["red.txt", "blue.txt"])
+    ...     result = engine.query("what is on the card ?")
+    >>> [chunk.used for chunk in result.chunks]
+    ['prefilled', 'prefilled']
     """
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Settings | None = None,
         *,
         on_progress: Callable[[Progress], None] | None = None,
         on_warning: Callable[[str], None] | None = None,
         runner: ModelRunner | None = None,
     ) -> None:
+        settings = Settings() if settings is None else settings
         self.context = Context(settings, on_progress=on_progress, on_warning=on_warning, runner=runner)
 
     def __enter__(self) -> Engine:
@@ -76,11 +99,19 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Release the store; the engine can be used again afterwards."""
+        """Release the store; the engine can be used again afterwards.
+
+        Examples
+        --------
+        >>> engine.close()
+        >>> len(engine.windows())
+        1
+        """
         self.context.close()
 
     @property
     def settings(self) -> Settings:
+        """What the engine was made with."""
         return self.context.settings
 
     @property
@@ -109,21 +140,17 @@ class Engine:
         return self.context.vision_calls
 
     def self_test(self) -> SelfTest:
-        """Compare capture, relocation and positions with the model's own (``kamera models check``)."""
+        """Compare capture, relocation and positions with the model's own (``kamera models check``).
+
+        Examples
+        --------
+        >>> engine.self_test().ok
+        True
+        """
         return self.context.self_test()
 
     def ingest(
-        self,
-        sources: Sequence[str | Path],
-        *,
-        window: str = "default",
-        fps: float = 2.0,
-        chunk_seconds: float = 8.0,
-        max_pixels: int | None = None,
-        chunk_tokens: int = 512,
-        name: str | None = None,
-        partial: bool = False,
-        dry_run: bool = False,
+        self, sources: Sequence[str | Path], options: IngestOptions | None = None, **fields: Any
     ) -> IngestResult:
         """Decode, cut, encode once, store, and append to a window.
 
@@ -131,188 +158,294 @@ class Engine:
         ----------
         sources : sequence of path
             Videos, images or UTF-8 text files.
-        fps : float
-            Frames sampled per second of video.
-        chunk_seconds : float
-            Length of a video chunk.
-        max_pixels : int or None
-            Bound on the pixels of a frame after resizing; None keeps the checkpoint's own.
-        chunk_tokens : int
-            Length of a text chunk.
-        name : str or None
-            What chunks are called instead of the file name.
-        partial : bool
-            Keep the sources that work when others fail, instead of appending nothing to the window.
-        dry_run : bool
-            Decode and count, but encode and write nothing.
+        options : IngestOptions, optional
+        **fields
+            Fields of `IngestOptions`.
+
+        Raises
+        ------
+        MediaError
+            A source cannot be decoded; with several sources it is a failure in the result instead.
+        RefusedError
+            The window belongs to another model, or the model fails its self-test.
+        NoRoomError
+            The quota does not hold all sources at once.
+
+        Examples
+        --------
+        >>> result = engine.ingest(["red.txt"], name="a red card", window="cards")
+        >>> [(chunk.number, chunk.name, chunk.outcome) for chunk in result.chunks]
+        [(1, 'a red card#1', 'found')]
         """
-        options = ingest_job.IngestOptions(
-            fps, chunk_seconds, max_pixels, chunk_tokens, name, partial, dry_run
-        )
-        return ingest_job.ingest(self.context, [os.fspath(source) for source in sources], window, options)
+        from kamera_cli.ingest.sources import ingest
+
+        return ingest(self.context, sources, _merged(IngestOptions, options, fields))
 
     def compile_patches(
         self,
-        chunks: Sequence[str] | None = None,
-        *,
-        window: str = "default",
-        kind: Literal["exact", "orbit", "pair", "removal"] = "exact",
-        rank: int | Literal["auto"] = "auto",
-        energy: float = DEFAULT_ENERGY,
-        factor_dtype: str = "auto",
-        probe: str = "",
-        time_prefill: bool = False,
-        budget: str | None = None,
+        chunks: Sequence[str | int] | None = None,
+        options: CompileOptions | None = None,
+        **fields: Any,
     ) -> CompileResult:
         """Form the patch of every chunk for what stands before it, in one conditioned forward.
 
         Parameters
         ----------
-        chunks : sequence of str or None
+        chunks : sequence of str or int, or None
             An order (numbers, names, ids); None for the window's own.
-        kind : {"exact", "orbit", "pair", "removal"}
-            ``orbit`` forms patches for every set of the given chunks before each of them, so that any order is served;
-            at most `kamera_cli.operator.orbit.ORBIT_LIMIT` chunks. ``pair`` forms a patch of every chunk after every
-            other one, of which patches for any arrangement are composed, and measures how far these are off.
-            ``removal`` takes what chunks absorbed from chunks that have left the window out of them again.
-        rank : int or "auto"
-            ``auto`` captures ``energy`` of ‖Δ‖², at most rank 64 of a tensor: of all layers together, each weighted by
-            its measured sensitivity, with what a typical patch is worth as the whole; of each tensor apart where the
-            sensitivity is not known.
-        factor_dtype : {"auto", "fp32", "fp16", "bf16", "int8", "int6", "int4"}
-            ``auto`` is integers of `kamera_cli.operator.patch.AUTO_BITS` bits.
-        probe : str
-            Question on which the KL of each patch is measured; empty for the template's closing tokens alone.
-        time_prefill : bool
-            Also run one plain prefill of what was formed, so that the result tells the cost in units of it.
-        budget : str or None
-            Most bytes of each patch, a share of the KV that it serves (``3%``) or a size (``20KB``); with ``auto``. In
-            an orbit this holds for each set: its own factors and its share of those that all sets of a chunk read.
-        """
-        from kamera_cli.patches import compile as compiling
-        from kamera_cli.patches.request import PatchOptions
-
-        if budget is not None:
-            budget = str(budget)
-        options = PatchOptions(rank, energy, factor_dtype, probe, time_prefill, budget=budget, learn=True)
-        return compiling.compile_patches(self.context, chunks, window, kind, options)
-
-    def query(
-        self,
-        question: str,
-        *,
-        window: str = "default",
-        chunks: Sequence[str] | None = None,
-        reuse: Literal["auto", "patched", "blind", "none"] = "auto",
-        compare: bool = False,
-        max_kl: float | None = None,
-        require_hit: bool = False,
-        max_new_tokens: int = 32,
-        temperature: float = 0.0,
-        seed: int = 0,
-        rank: int | None = None,
-        place: bool = False,
-        on_token: Callable[[str], None] | None = None,
-    ) -> QueryResult:
-        """Answer from stored chunks, with a receipt.
-
-        Parameters
-        ----------
-        chunks : sequence of str or None
-            An order (numbers, names, ids); None for the window's own.
-        reuse : {"auto", "patched", "blind", "none"}
-            See `kamera_cli.operator.plan.plan`.
-        compare : bool
-            Also re-encode from the sources (or re-prefill where they are gone) and report KL, agreement and TTFT.
-        max_kl : float or None
-            Refuse patches whose measured KL is above it; for None, ``auto`` takes
-            `kamera_cli.operator.plan.AUTO_MAX_KL`.
-        require_hit : bool
-            Raise instead of prefilling.
-        rank : int or None
-            Use only the first directions of each patch; with ``patched`` alone, since KL and energy were measured
-            with all of them.
-        place : bool
-            Choose the order that reads the fewest bytes of patches and rebuilds none
-            (`kamera_cli.operator.placement`); the given one where every order would miss a patch.
+        options : CompileOptions, optional
+        **fields
+            Fields of `CompileOptions`.
 
         Raises
         ------
         NotFoundError
-            No such window or chunk, or a miss under ``require_hit``.
+            No such window or chunk.
+        RefusedError
+            The window belongs to another model.
+        UsageError
+            Empty window, a rank out of range for a chunk, or a number of chunks that the kind does not take.
+
+        Examples
+        --------
+        >>> result = engine.compile_patches([2, 1], rank=4)
+        >>> [(patch.chunk_number, patch.antecedent_numbers, patch.outcome) for patch in result.patches]
+        [(1, (2,), 'formed')]
+        """
+        from kamera_cli.patches.compile import compile_patches
+
+        given = fields if chunks is None else {"chunks": chunks, **fields}
+        return compile_patches(self.context, _merged(CompileOptions, options, given))
+
+    def query(self, question: str, options: QueryOptions | None = None, **fields: Any) -> QueryResult:
+        """Answer from stored chunks, with a receipt.
+
+        Parameters
+        ----------
+        question : str
+        options : QueryOptions, optional
+        **fields
+            Fields of `QueryOptions`.
+
+        Raises
+        ------
+        NotFoundError
+            No such window or chunk, or a miss under ``require_hit`` or ``reuse="patched"``.
         RefusedError
             The window belongs to another model.
         UsageError
             Empty window or question, or a prompt longer than the model's context.
+
+        Examples
+        --------
+        >>> result = engine.query("what is on the card ?", chunks=[2, 1], reuse="blind", max_new_tokens=4)
+        >>> [(chunk.number, chunk.used) for chunk in result.chunks]
+        [(2, 'canonical'), (1, 'blind')]
         """
-        from kamera_cli.query import answer as query
+        from kamera_cli.query.answer import query
 
-        options = query.QueryOptions(
-            reuse, compare, max_kl, require_hit, max_new_tokens, temperature, seed, rank, on_token, place
-        )
-        return query.query(self.context, question, window, chunks, options)
+        return query(self.context, question, _merged(QueryOptions, options, fields))
 
-    def explain(
-        self,
-        *,
-        window: str = "default",
-        chunks: Sequence[str] | None = None,
-        reuse: Literal["auto", "patched", "blind", "none"] = "auto",
-        max_kl: float | None = None,
-        place: bool = False,
-    ) -> QueryPlan:
-        """What a query with these options would use, and what it would read; nothing is read or run."""
-        from kamera_cli.query import arrange as arranging
+    def explain(self, options: QueryOptions | None = None, **fields: Any) -> QueryPlan:
+        """What a query with these options would use, and what it would read; nothing is read or run.
 
-        arranging.check_request(reuse, max_kl, place)
-        view = load_window(self.store, self.settings.tenant, window)
-        self.context.refuse_other_model(view)
-        found = arranging.arrange(self.library, view, chunks, reuse=reuse, max_kl=max_kl, place=place)
-        return arranging.described(found, window, reuse)
+        Parameters
+        ----------
+        options : QueryOptions, optional
+        **fields
+            Fields of `QueryOptions`.
+
+        Raises
+        ------
+        NotFoundError, RefusedError, UsageError
+            As `query` does for its window, its chunks and its options.
+
+        Examples
+        --------
+        >>> [(chunk.number, chunk.used) for chunk in engine.explain(reuse="blind").chunks]
+        [(1, 'canonical'), (2, 'blind')]
+        """
+        from kamera_cli.query.arrange import explain
+
+        return explain(self.context, _merged(QueryOptions, options, fields))
 
     def evict(
-        self,
-        chunks: Sequence[str] | None = None,
-        *,
-        window: str = "default",
-        oldest: int | None = None,
-        purge: bool = False,
-        dry_run: bool = False,
+        self, chunks: Sequence[str | int] | None = None, options: EvictOptions | None = None, **fields: Any
     ) -> EvictResult:
-        """Take chunks out of a window; the store keeps them unless ``purge``. Needs no model."""
-        result = moves.evict(
-            self.store, self.settings.tenant, window, chunks, oldest=oldest, purge=purge, dry_run=dry_run
-        )
-        self.context.drop_deleted()
-        return result
+        """Take chunks out of a window; the store keeps them unless ``purge``. Needs no model.
+
+        Parameters
+        ----------
+        chunks : sequence of str or int, or None
+            Numbers, names or ids; None with ``oldest``.
+        options : EvictOptions, optional
+        **fields
+            Fields of `EvictOptions`.
+
+        Raises
+        ------
+        NotFoundError
+            No such window or chunk.
+        RefusedError
+            A chunk to purge is in another window too.
+        UsageError
+            The window holds fewer chunks.
+
+        Examples
+        --------
+        >>> [entry.number for entry in engine.evict(oldest=1).evicted]
+        [1]
+        """
+        from kamera_cli.evict import evict
+
+        given = fields if chunks is None else {"chunks": chunks, **fields}
+        return evict(self.context, _merged(EvictOptions, options, given))
 
     def recall(
-        self, chunks: Sequence[str], *, window: str = "default", at: str | int = "end", repair: bool = False
+        self, chunks: Sequence[str | int] | None = None, options: RecallOptions | None = None, **fields: Any
     ) -> RecallResult:
         """Put evicted chunks back, each with a patch for what now stands before it; the vision tower never runs.
 
         The model is loaded only where such a patch is not in the store yet. With ``repair`` the chunks of the window
         whose patches name a recalled one are conditioned anew on what stands before them now, the cheapest first; asked
         again, a repair that was interrupted goes on.
+
+        Parameters
+        ----------
+        chunks : sequence of str or int
+            Numbers, names or ids, in the order in which they come back.
+        options : RecallOptions, optional
+        **fields
+            Fields of `RecallOptions`.
+
+        Raises
+        ------
+        NotFoundError
+            No such window, or no such chunk among the evicted ones, or it is gone from the store.
+        RefusedError
+            The window belongs to another model.
+        UsageError
+            The window already holds the chunk, or the place lies outside the window.
+
+        Examples
+        --------
+        >>> moved = engine.evict([1])
+        >>> back = engine.recall([1], at=1)
+        >>> [entry.number for entry in back.window.entries], back.vision_calls
+        ([1, 2], 0)
         """
-        from kamera_cli import recall as recalling
+        from kamera_cli.recall import recall
 
-        return recalling.recall(self.context, chunks, window, at, repair=repair)
+        given = fields if chunks is None else {"chunks": chunks, **fields}
+        return recall(self.context, _merged(RecallOptions, options, given))
 
-    def open_window(self, name: str = "default") -> Window:
+    def open_window(self, name: str = DEFAULT_WINDOW) -> Window:
         """A window as one object to hold on to; the window itself begins with its first ingest.
 
         Raises
         ------
         UsageError
             Nothing can be called so.
+
+        Examples
+        --------
+        >>> window = engine.open_window()
+        >>> [entry.name for entry in window.chunks]
+        ['red.txt#1', 'blue.txt#1']
         """
         return Window(self, checked_name("window", name))
 
-    def window(self, name: str = "default") -> WindowView:
-        """A window of this tenant; `NotFoundError` when there is none."""
+    def window(self, name: str = DEFAULT_WINDOW) -> WindowView:
+        """A window of this tenant as it is stored.
+
+        Raises
+        ------
+        NotFoundError
+            There is none.
+
+        Examples
+        --------
+        >>> [entry.num_tokens > 0 for entry in engine.window().entries]
+        [True, True]
+        """
         return load_window(self.store, self.settings.tenant, name)
 
     def windows(self) -> tuple[WindowView, ...]:
-        """All windows of this tenant."""
+        """All windows of this tenant, by name.
+
+        Examples
+        --------
+        >>> [view.name for view in engine.windows()]
+        ['default']
+        """
         return list_windows(self.store, self.settings.tenant)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A named window of an engine: what it sees now, in order, and what can come back.
+
+    Get one with ``Engine.open_window``. Nothing is remembered here: the window stands in the store, so two handles of
+    one name, or another process, see the same one. Each method is the engine's of the same name with this window,
+    takes its other options as keywords and raises the same errors. Chunks are named by number, name or id.
+
+    Attributes
+    ----------
+    engine : Engine
+    name : str
+
+    Examples
+    --------
+    >>> window = engine.open_window("notes")
+    >>> result = window.ingest("red.txt", "blue.txt")
+    >>> moved = window.evict(1)
+    >>> [entry.number for entry in window.chunks], [entry.number for entry in window.evicted]
+    ([2], [1])
+    """
+
+    engine: Engine
+    name: str
+
+    @property
+    def view(self) -> WindowView | None:
+        """The window as stored; None before the first ingest."""
+        try:
+            return self.engine.window(self.name)
+        except NotFoundError:
+            return None
+
+    @property
+    def chunks(self) -> tuple[WindowEntry, ...]:
+        """What the window holds, in order."""
+        view = self.view
+        return () if view is None else view.entries
+
+    @property
+    def evicted(self) -> tuple[WindowEntry, ...]:
+        """What has left and can be recalled."""
+        view = self.view
+        return () if view is None else view.evicted
+
+    def ingest(self, *sources: str | Path, **fields: Any) -> IngestResult:
+        """Encode sources once and append their chunks; see ``Engine.ingest``."""
+        return self.engine.ingest(sources, window=self.name, **fields)
+
+    def query(self, question: str, chunks: Sequence[str | int] | None = None, **fields: Any) -> QueryResult:
+        """Answer from what the window holds, or from some of it in the order given; see ``Engine.query``."""
+        return self.engine.query(question, window=self.name, chunks=chunks, **fields)
+
+    def evict(self, *chunks: str | int, **fields: Any) -> EvictResult:
+        """Take chunks out, or the ``oldest`` ones; the store keeps them unless ``purge``. See ``Engine.evict``."""
+        return self.engine.evict(chunks or None, window=self.name, **fields)
+
+    def recall(self, *chunks: str | int, **fields: Any) -> RecallResult:
+        """Put evicted chunks back, each patched for what then stands before it; see ``Engine.recall``."""
+        return self.engine.recall(chunks, window=self.name, **fields)
+
+    def compile_patches(self, chunks: Sequence[str | int] | None = None, **fields: Any) -> CompileResult:
+        """Form patches ahead of a question; see ``Engine.compile_patches``."""
+        return self.engine.compile_patches(chunks, window=self.name, **fields)
+
+
+def _merged(kind: type[Options], options: Options | None, fields: dict[str, Any]) -> Options:
+    return kind(**fields) if options is None else replace(options, **fields)

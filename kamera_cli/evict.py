@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kamera_cli.errors import RefusedError, UsageError
+from kamera_cli.options import EvictOptions
 from kamera_cli.results import EvictResult, WindowEntry, WindowView
 from kamera_cli.window import (
     list_windows,
@@ -18,46 +20,40 @@ from kamera_cli.window import (
 from kamera_store.format.records import Record
 from kamera_store.kvstore import KVStore
 
+if TYPE_CHECKING:
+    from kamera_cli.context import Context
 
-def evict(
-    store: KVStore,
-    tenant: str,
-    name: str,
-    chunks: Sequence[str] | None,
-    *,
-    oldest: int | None,
-    purge: bool,
-    dry_run: bool,
-) -> EvictResult:
+
+def evict(context: Context, options: EvictOptions) -> EvictResult:
     """Take named chunks, or the ``oldest`` first ones, out of a window.
 
     Raises
     ------
     UsageError
-        Neither or both of ``chunks`` and ``oldest`` were given, or the window holds fewer chunks.
+        The window holds fewer chunks.
     NotFoundError
         No such window or chunk.
     """
-    if bool(chunks) == (oldest is not None):
-        raise UsageError("name chunks to evict, or give --oldest N (one of the two)")
+    store, tenant, name, purge = context.store, context.tenant, options.window, options.purge
     window = load_window(store, tenant, name)
-    leaving = _leaving(window, chunks, oldest, purge)
+    leaving = _leaving(window, options)
     change = purged if purge else without
     if purge:
         _refuse_held_elsewhere(store, tenant, name, leaving)
     doomed = _records(store, tenant, leaving) if purge else {}
     patches = [record for record in doomed.values() if record.kind == "patch"]
-    if dry_run:
+    if options.dry_run:
         window, freed = change(window, leaving), sum(record.stored_bytes for record in doomed.values())
     else:
         window = update_window(store, tenant, name, lambda current: change(current, leaving))
         freed = store.delete(doomed) if doomed else 0
+        context.drop_deleted()
     return EvictResult(
         window=window,
         evicted=leaving,
         purged=tuple(entry.chunk for entry in leaving if purge),
         freed_bytes=freed,
-        dry_run=dry_run,
+        dry_run=options.dry_run,
         purged_patches=tuple(record.id for record in patches),
         patch_bytes=sum(record.stored_bytes for record in patches),
     )
@@ -83,14 +79,14 @@ def _refuse_held_elsewhere(store: KVStore, tenant: str, name: str, leaving: Sequ
             raise RefusedError(f"chunk {held[0].name} is also in window {other.name!r}; evict it there first")
 
 
-def _leaving(
-    window: WindowView, chunks: Sequence[str] | None, oldest: int | None, purge: bool
-) -> tuple[WindowEntry, ...]:
-    if chunks:
-        entries = (*window.entries, *window.evicted) if purge else window.entries
-        if not purge:
-            refuse_what_left(window, chunks, "it can be recalled, or deleted with --purge")
-        return pick(entries, chunks, f"window {window.name}")
-    if oldest < 1 or oldest > len(window.entries):
+def _leaving(window: WindowView, options: EvictOptions) -> tuple[WindowEntry, ...]:
+    names, oldest = options.names, options.oldest
+    if names:
+        entries = (*window.entries, *window.evicted) if options.purge else window.entries
+        if not options.purge:
+            refuse_what_left(window, names, "it can be recalled, or deleted with --purge")
+        return pick(entries, names, f"window {window.name}")
+    assert oldest is not None, "EvictOptions asks for chunks or for the oldest"
+    if oldest > len(window.entries):
         raise UsageError(f"--oldest {oldest}: window {window.name} has {len(window.entries)} chunks")
     return window.entries[:oldest]

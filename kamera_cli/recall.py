@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kamera_cli.errors import UsageError
 from kamera_cli.library import require_record
+from kamera_cli.options import RecallOptions
 from kamera_cli.patches.form import form_chains
 from kamera_cli.patches.request import PatchOptions
 from kamera_cli.results import RecallResult, WindowEntry, WindowView
@@ -24,27 +24,10 @@ if TYPE_CHECKING:
     from kamera_cli.context import Context
 
 
-def position(at: str | int) -> int | None:
-    """Index before which recalled chunks are placed: None for ``end``, N - 1 for a 1-based N.
-
-    Raises
-    ------
-    UsageError
-        Neither ``end`` nor a positive number.
-    """
-    if at == "end":
-        return None
-    if not str(at).isdecimal() or int(at) < 1:
-        raise UsageError(f"--at {at}: must be 'end' or a place from 1")
-    return int(at) - 1
-
-
-def recall(
-    context: Context, chunks: Sequence[str], window: str, at: str | int, *, repair: bool = False
-) -> RecallResult:
+def recall(context: Context, options: RecallOptions) -> RecallResult:
     """Put evicted chunks back, each with a patch for what now stands before it; see ``Engine.recall``.
 
-    The window changes only after every patch is stored. With ``repair``, a recall that is done already is taken as it
+    The window changes only after every patch is stored. With ``options.repair``, a recall that is done already is taken as it
     is, so that a repair that was interrupted goes on.
 
     Raises
@@ -55,14 +38,13 @@ def recall(
         The window already holds the chunk, or the place lies outside the window.
     """
     started = time.perf_counter()
-    where = position(at)
-    view = load_window(context.store, context.tenant, window)
+    view = load_window(context.store, context.tenant, options.window)
     context.refuse_other_model(view)
-    returning = pick((*view.evicted, *view.entries), chunks, f"window {window!r}")
+    returning = pick((*view.evicted, *view.entries), options.names or (), f"window {options.window!r}")
     calls = context.vision_calls
     patched: tuple[str, ...] = ()
-    if not (repair and _stand_there(view, returning, where)):
-        view, patched = _put_back(context, view, returning, where)
+    if not (options.repair and _stand_there(view, returning, options.index)):
+        view, patched = _put_back(context, view, returning, options.index)
     back = {entry.chunk for entry in returning}
     result = RecallResult(
         window=view,
@@ -72,7 +54,7 @@ def recall(
         vision_calls=context.vision_calls - calls,
         total_ms=0.0,
     )
-    if repair:
+    if options.repair:
         result = _repaired(context, result)
     return replace(result, total_ms=1e3 * (time.perf_counter() - started))
 

@@ -6,9 +6,9 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from kamera_cli.errors import UsageError
 
@@ -68,7 +68,7 @@ class Settings:
         Let a checkpoint bring its own Python files.
     """
 
-    store: Path
+    store: Path = field(default_factory=lambda: default_store())
     model: str = DEFAULT_MODEL
     tenant: str = "default"
     device: Device = "auto"
@@ -79,9 +79,27 @@ class Settings:
     rehash: bool = False
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        if not str(self.store):
+            raise UsageError("the store's path is empty; give --store a folder, or leave it out")
+        object.__setattr__(self, "store", Path(self.store).expanduser())
+        checked_name("tenant", self.tenant)
+        if not self.model.strip():
+            raise UsageError("the model's name is empty; give --model a folder or a name, or leave it out")
+        for name, choices in (("device", Device), ("dtype", Dtype), ("attention", Attention)):
+            if getattr(self, name) not in get_args(choices):
+                known = ", ".join(get_args(choices))
+                raise UsageError(f"--{name} {getattr(self, name)} is not supported (supported: {known})")
+        if self.quota_bytes is not None and self.quota_bytes < MIN_QUOTA_BYTES:
+            raise UsageError(
+                f"a quota of {self.quota_bytes} bytes is too small for a store; give at least 1MiB"
+            )
+        if self.hot_bytes < 0:
+            raise UsageError(f"hot_bytes {self.hot_bytes}: must not be negative")
+
     @classmethod
-    def resolve(cls, *, environ: Mapping[str, str] | None = None, **flags: object) -> Settings:
-        """Merge flags (None: not given) over ``environ`` over the defaults.
+    def from_environment(cls, *, environ: Mapping[str, str] | None = None, **flags: object) -> Settings:
+        """Merge flags (None: not given) over ``environ`` over the defaults, as the command line does.
 
         Parameters
         ----------
@@ -107,13 +125,6 @@ class Settings:
         quota = values.get("quota_bytes")
         if isinstance(quota, str):
             values["quota_bytes"] = parse_bytes(quota)
-            if values["quota_bytes"] < MIN_QUOTA_BYTES:
-                raise UsageError(f"a quota of {quota} is too small for a store; give at least 1MiB")
-        values["store"] = _store_path(values.get("store"))
-        if "tenant" in values:
-            values["tenant"] = checked_name("tenant", str(values["tenant"]))
-        if not str(values.get("model", DEFAULT_MODEL)).strip():
-            raise UsageError("the model's name is empty; give --model a folder or a name, or leave it out")
         return cls(**values)  # type: ignore[arg-type]
 
 
@@ -163,14 +174,11 @@ def parse_duration_s(text: str) -> float:
     return float(match.group(1)) * _SECOND_UNITS[match.group(2)]
 
 
-def _store_path(value: object) -> Path:
-    if value is None:
-        import platformdirs
+def default_store() -> Path:
+    """The platform's per-user data folder."""
+    import platformdirs
 
-        return platformdirs.user_data_path("kamera", appauthor=False) / "store"
-    if not str(value):
-        raise UsageError("the store's path is empty; give --store a folder, or leave it out")
-    return Path(str(value)).expanduser()
+    return platformdirs.user_data_path("kamera", appauthor=False) / "store"
 
 
 def checked_name(what: str, name: str) -> str:

@@ -22,7 +22,7 @@ FOUNDATION = {"errors", "media", "options", "results", "settings", "words"}
 LAYERS = (
     FACE,
     {"bench"},
-    {"__init__", "engine", "live"},
+    {"__init__", "engine"},
     {"evict", "ingest", "patches", "query", "recall"},
     {"context", "factors", "hot", "library", "model", "operator", "tiny", "window"},
     FOUNDATION,
@@ -41,7 +41,6 @@ NO_TORCH = FACE | (FOUNDATION - {"media"}) | {"__init__", "context", "engine", "
 """Parts that import no torch at their top level, nor anything that does."""
 
 KNOWN_CIRCLES = {
-    ("kamera_cli.engine", "kamera_cli.live"),
     ("kamera_cli.ingest.encode", "kamera_cli.ingest.sources"),
     ("kamera_store.delete", "kamera_store.kvstore", "kamera_store.verify", "kamera_store.write"),
 }

@@ -14,26 +14,18 @@ from kamera_cli.bench.arrangement import Arrangement
 from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, MAX_CHUNKS, MIN_CHUNKS, bench_episode, write_episode
 from kamera_cli.errors import RefusedError
 from kamera_cli.ingest.encode import model_inputs
-from kamera_cli.ingest.sources import IngestOptions
 from kamera_cli.media.source import inspect
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.model.scoring import Forced
+from kamera_cli.options import IngestOptions
 from kamera_cli.tiny.vocabulary import UNKNOWN
 from kamera_cli.tiny.world import Episode, Question
 
 GROUPS = ("two_hop", "one_hop", "unknown")
 
-_INGEST = IngestOptions(
-    fps=FPS,
-    chunk_seconds=CHUNK_SECONDS,
-    max_pixels=None,
-    chunk_tokens=512,
-    name=None,
-    partial=False,
-    dry_run=False,
-)
+_INGEST = IngestOptions(fps=FPS, chunk_seconds=CHUNK_SECONDS)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from kamera_cli.operator.patch import (
     directions,
     truncated,
 )
-from kamera_cli.operator.ranks import Sensitivity, Spectrum, Worth, choose, parse_budget, worth
+from kamera_cli.operator.ranks import Sensitivity, Spectrum, Worth, choose, worth
+from kamera_cli.options import parse_budget
 from kamera_cli.patches.request import PatchOptions
 from kamera_cli.patches.worth import LEAST_FELT, MAX_TOKENS, MAX_TRIES, Measured, Prompt, measure
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kamera_cli.commands.session import ChunksArgument, Session, WindowOption, command
-from kamera_cli.errors import UsageError
+from kamera_cli.options import DEFAULT_WINDOW, CompileKind, CompileOptions, FactorDtype
 from kamera_cli.results import CompileResult, FormedPatch, ReplacedPatch
-from kamera_cli.settings import DEFAULT_ENERGY
 from kamera_cli.words import (
     brief_numbers,
     count,
@@ -34,16 +33,16 @@ MAX_REPLACED = 4
 def compile_patches(
     session: Session,
     chunks: ChunksArgument = None,
-    window: WindowOption = "default",
+    window: WindowOption = DEFAULT_WINDOW,
     kind: Annotated[
-        Literal["exact", "orbit", "pair", "removal"],
+        CompileKind,
         typer.Option(
             "--kind",
             help="exact: for the antecedents in this order; orbit: for every order of up to 5 chunks; "
             "pair: each after each other one, of which any arrangement is composed; "
             "removal: survivors forget what has left the window",
         ),
-    ] = "exact",
+    ] = CompileOptions.kind,
     rank: Annotated[
         str,
         typer.Option(
@@ -57,7 +56,7 @@ def compile_patches(
             metavar="SHARE",
             help="Share of the residual's energy, by what it is worth to the output, that --rank auto captures",
         ),
-    ] = DEFAULT_ENERGY,
+    ] = CompileOptions.energy,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -68,55 +67,33 @@ def compile_patches(
         ),
     ] = None,
     dtype: Annotated[
-        Literal["auto", "fp32", "fp16", "bf16", "int8", "int6", "int4"],
+        FactorDtype,
         typer.Option("--dtype", help="What the patch's factors are kept in"),
-    ] = "auto",
+    ] = CompileOptions.factor_dtype,
 ) -> None:
     """Form patches ahead of the first question.
 
     For a window's own order, or for the order of the given chunks: each chunk after the first gets a patch for what
     stands before it.
     """
+    options = CompileOptions(
+        window=window,
+        chunks=chunks or None,
+        kind=kind,
+        rank=parse_rank(rank),
+        energy=energy,
+        factor_dtype=dtype,
+        budget=budget,
+        time_prefill=session.output.verbose,
+    )
     with session.engine() as engine:
-        result = engine.compile_patches(
-            chunks or None,
-            window=window,
-            kind=kind,
-            rank=parse_rank(rank),
-            energy=parse_energy(energy),
-            factor_dtype=dtype,
-            budget=budget,
-            time_prefill=session.output.verbose,
-        )
+        result = engine.compile_patches(options=options)
     session.output.result("compile-patches", payload(result), lambda: view(result))
 
 
-def parse_rank(text: str) -> int | Literal["auto"]:
-    """``auto`` or a whole number from 1 up.
-
-    Raises
-    ------
-    UsageError
-        For anything else; the upper bound (the chunk's tokens) is the engine's to know.
-    """
-    if text == "auto":
-        return "auto"
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--rank {text!r} is neither 'auto' nor a whole number from 1 up")
-    return int(text)
-
-
-def parse_energy(share: float) -> float:
-    """A share above 0 and up to 1.
-
-    Raises
-    ------
-    UsageError
-        Outside of that range, and for NaN.
-    """
-    if not 0.0 < share <= 1.0:
-        raise UsageError(f"--energy {share} is no share; give a number above 0 and up to 1")
-    return share
+def parse_rank(text: str) -> int | str:
+    """A whole number as one; anything else is left for `CompileOptions` to judge."""
+    return int(text) if text.isascii() and text.isdigit() else text
 
 
 def payload(result: CompileResult) -> dict[str, object]:

@@ -20,6 +20,7 @@ from kamera_cli.commands.session import (
     store_line,
 )
 from kamera_cli.errors import UsageError
+from kamera_cli.options import DEFAULT_WINDOW, EvictOptions
 from kamera_cli.results import EvictResult
 from kamera_cli.words import count, display, format_bytes
 
@@ -31,10 +32,8 @@ if TYPE_CHECKING:
 def evict(
     session: Session,
     chunks: ChunksArgument = None,
-    window: WindowOption = "default",
-    oldest: Annotated[
-        int | None, typer.Option("--oldest", metavar="N", min=1, help="The first N chunks")
-    ] = None,
+    window: WindowOption = DEFAULT_WINDOW,
+    oldest: Annotated[int | None, typer.Option("--oldest", metavar="N", help="The first N chunks")] = None,
     purge: Annotated[bool, typer.Option("--purge", help="Delete them from the store too")] = False,
     to: Annotated[
         str | None,
@@ -55,15 +54,21 @@ def evict(
     With --to or --older-than: delete from the store, least used and cheapest to rebuild first, never what a window
     holds. Deleting frees room inside the file; only --compact makes the file smaller.
     """
-    names = list(chunks or ())
-    in_window = bool(names) or oldest is not None
+    in_window = bool(chunks) or oldest is not None
     store_wide = to is not None or older_than is not None
-    check_request(names, oldest, store_wide=store_wide, purge=purge, compact=compact)
-    if in_window:
-        result = evict_from_window(session, names, window=window, oldest=oldest, purge=purge, dry_run=dry_run)
+    if store_wide and (in_window or purge):
+        raise UsageError(
+            "--to and --older-than plan for the whole store; they take no chunks, --oldest or --purge"
+        )
+    if in_window or purge:
+        options = EvictOptions(window=window, chunks=chunks, oldest=oldest, purge=purge, dry_run=dry_run)
+        with session.engine() as engine:
+            result = engine.evict(options=options)
         report = finish(session, compact=compact and not dry_run)
         session.output.result("evict", window_payload(result) | report, lambda: window_view(result, report))
         return
+    if not (store_wide or compact):
+        raise UsageError("say what to evict: chunks, --oldest N, --to BYTES or --older-than TIME")
     plan, names_of, freed_bytes = evict_from_store(
         session, to=to, older_than=older_than, dry_run=dry_run, yes=yes
     )
@@ -73,36 +78,6 @@ def evict(
         plan_payload(plan, names_of, freed_bytes, dry_run) | report,
         lambda: (*plan_view(plan, names_of, freed_bytes, dry_run), *file_lines(report)),
     )
-
-
-def check_request(
-    names: list[str], oldest: int | None, *, store_wide: bool, purge: bool, compact: bool
-) -> None:
-    """Refuse requests that contradict themselves or ask for nothing.
-
-    Raises
-    ------
-    UsageError
-        Naming the options that do not go together.
-    """
-    if names and oldest is not None:
-        raise UsageError("name chunks or give --oldest, not both")
-    if store_wide and (names or oldest is not None or purge):
-        raise UsageError(
-            "--to and --older-than plan for the whole store; they take no chunks, --oldest or --purge"
-        )
-    if not (names or oldest is not None or store_wide or compact):
-        raise UsageError("say what to evict: chunks, --oldest N, --to BYTES or --older-than TIME")
-    if purge and not (names or oldest is not None):
-        raise UsageError("--purge needs chunks or --oldest N")
-
-
-def evict_from_window(
-    session: Session, names: list[str], *, window: str, oldest: int | None, purge: bool, dry_run: bool
-) -> EvictResult:
-    """Let the engine take chunks out of a window."""
-    with session.engine() as engine:
-        return engine.evict(names or None, window=window, oldest=oldest, purge=purge, dry_run=dry_run)
 
 
 def finish(session: Session, *, compact: bool) -> dict[str, object]:

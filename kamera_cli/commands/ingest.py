@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kamera_cli.commands.session import Session, WindowOption, command
-from kamera_cli.errors import KameraError, PartialFailure, UsageError
+from kamera_cli.errors import KameraError, PartialFailure
+from kamera_cli.options import DEFAULT_WINDOW, IngestOptions
 from kamera_cli.results import IngestedChunk, IngestedSource, IngestResult, SourceFailure
-from kamera_cli.settings import checked_name
 from kamera_cli.words import count, display, format_bytes, format_ms, short_id, table
 
 if TYPE_CHECKING:
@@ -24,22 +23,22 @@ def ingest(
     sources: Annotated[
         list[str], typer.Argument(metavar="SOURCE", help="Videos, images (also of PDF pages) or text files")
     ],
-    window: WindowOption = "default",
+    window: WindowOption = DEFAULT_WINDOW,
     fps: Annotated[
         float, typer.Option("--fps", metavar="RATE", help="Frames taken from each second of a video")
-    ] = 2.0,
+    ] = IngestOptions.fps,
     chunk_seconds: Annotated[
         float, typer.Option("--chunk-seconds", metavar="SECONDS", help="Length of a chunk of video")
-    ] = 8.0,
+    ] = IngestOptions.chunk_seconds,
     max_pixels: Annotated[
         int | None,
         typer.Option(
-            "--max-pixels", metavar="N", min=1, help="Shrink each frame or image to at most this many pixels"
+            "--max-pixels", metavar="N", help="Shrink each frame or image to at most this many pixels"
         ),
     ] = None,
     chunk_tokens: Annotated[
-        int, typer.Option("--chunk-tokens", metavar="N", min=1, help="Length of a chunk of text")
-    ] = 512,
+        int, typer.Option("--chunk-tokens", metavar="N", help="Length of a chunk of text")
+    ] = IngestOptions.chunk_tokens,
     name: Annotated[
         str | None,
         typer.Option("--name", metavar="TEXT", help="Call the chunks this, not by the file's name"),
@@ -56,39 +55,22 @@ def ingest(
     A chunk that the store already has is found, not encoded again; a file that was ingested before with the same
     settings is neither decoded nor encoded.
     """
-    check_sampling(fps, chunk_seconds)
-    if not all(sources):
-        raise UsageError("a source's name is empty")
-    if name is not None:
-        checked_name("chunk", name)
+    options = IngestOptions(
+        window=window,
+        fps=fps,
+        chunk_seconds=chunk_seconds,
+        max_pixels=max_pixels,
+        chunk_tokens=chunk_tokens,
+        name=name,
+        partial=partial,
+        dry_run=dry_run,
+    )
+    options.checked_sources(sources)
     with session.engine(creates_store=True) as engine:
-        result = engine.ingest(
-            sources,
-            window=window,
-            fps=fps,
-            chunk_seconds=chunk_seconds,
-            max_pixels=max_pixels,
-            chunk_tokens=chunk_tokens,
-            name=name,
-            partial=partial,
-            dry_run=dry_run,
-        )
+        result = engine.ingest(sources, options)
     if result.sources or session.output.json_mode:
         session.output.result("ingest", payload(result), lambda: view(result))
     report_failures(session, result, partial=partial)
-
-
-def check_sampling(fps: float, chunk_seconds: float) -> None:
-    """Refuse what no clip can be sampled with.
-
-    Raises
-    ------
-    UsageError
-        If a number is not finite and above 0.
-    """
-    for option, value in (("--fps", fps), ("--chunk-seconds", chunk_seconds)):
-        if not (math.isfinite(value) and value > 0):
-            raise UsageError(f"{option} {value}: give a number above 0")
 
 
 def report_failures(session: Session, result: IngestResult, *, partial: bool) -> None:

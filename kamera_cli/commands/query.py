@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kamera_cli.commands.session import Session, WindowOption, command
 from kamera_cli.errors import UsageError
+from kamera_cli.options import DEFAULT_WINDOW, QueryOptions, Reuse, checked_question
 from kamera_cli.results import (
     ChunkReceipt,
     Comparison,
@@ -52,18 +53,18 @@ def query(
     question: Annotated[
         str, typer.Argument(metavar="QUESTION", help="What to ask about the window's chunks")
     ],
-    window: WindowOption = "default",
+    window: WindowOption = DEFAULT_WINDOW,
     chunks: Annotated[
         str | None, typer.Option("--chunks", metavar="LIST", help="Order, as in 3,1,2: numbers, names or ids")
     ] = None,
     reuse: Annotated[
-        Literal["auto", "patched", "blind", "none"],
+        Reuse,
         typer.Option(
             "--reuse",
             help="auto computes what has no patch and keeps it; patched refuses to; blind uses chunks as stored; "
             "none computes everything",
         ),
-    ] = "auto",
+    ] = QueryOptions.reuse,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also answer without any reuse: KL, agreement and both times")
     ] = False,
@@ -79,20 +80,19 @@ def query(
         bool, typer.Option("--require-hit", help="Exit with 3 instead of computing a chunk anew")
     ] = False,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Length of the answer")
-    ] = 32,
+        int, typer.Option("--max-new-tokens", metavar="N", help="Length of the answer")
+    ] = QueryOptions.max_new_tokens,
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", min=0.0, help="0 always takes the likeliest")
-    ] = 0.0,
+        float, typer.Option("--temperature", metavar="T", help="0 always takes the likeliest")
+    ] = QueryOptions.temperature,
     seed: Annotated[
         int, typer.Option("--seed", metavar="N", help="Of the sampling, at a temperature above 0")
-    ] = 0,
+    ] = QueryOptions.seed,
     rank: Annotated[
         int | None,
         typer.Option(
             "--rank",
             metavar="N",
-            min=1,
             help="Use only this many columns of each patch, with --reuse patched",
         ),
     ] = None,
@@ -108,42 +108,34 @@ def query(
     The result is the answer, and below it the receipt: for each chunk what was used, and where the time went. -q keeps
     both and leaves out warnings; --json gives the answer by itself as "answer".
     """
-    if not is_text(question):
-        raise UsageError("the question is no valid UTF-8; type it again or check the terminal's encoding")
-    if max_kl is not None and not max_kl >= 0.0:
-        raise UsageError(f"--max-kl {max_kl} is no bound; give a number from 0 up")
-    order = parse_order(chunks)
+    options = QueryOptions(
+        window=window,
+        chunks=parse_order(chunks),
+        reuse=reuse,
+        compare=compare,
+        max_kl=max_kl,
+        require_hit=require_hit,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        rank=rank,
+        place=place,
+    )
     if explain:
         with session.engine() as engine:
-            planned = engine.explain(window=window, chunks=order, reuse=reuse, max_kl=max_kl, place=place)
-        given_order = order is not None or place
+            planned = engine.explain(options)
         session.output.result(
-            "query-plan", dataclasses.asdict(planned), lambda: plan_view(planned, given_order=given_order)
+            "query-plan",
+            dataclasses.asdict(planned),
+            lambda: plan_view(planned, given_order=options.gives_order),
         )
         return
+    checked_question(question)
     with session.engine() as engine:
-        result = engine.query(
-            question,
-            window=window,
-            chunks=order,
-            reuse=reuse,
-            compare=compare,
-            max_kl=max_kl,
-            require_hit=require_hit,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            rank=rank,
-            place=place,
-        )
+        result = engine.query(question, options)
     for warning in result.warnings:
         session.output.warn(warning)
     session.output.result("query", payload(result), lambda: view(result))
-
-
-def is_text(text: str) -> bool:
-    """Whether ``text`` came from valid UTF-8: bytes of an argument that were not stand in it as lone surrogates."""
-    return not any(0xD800 <= ord(char) <= 0xDFFF for char in text)
 
 
 def parse_order(text: str | None) -> list[str] | None:

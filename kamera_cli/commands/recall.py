@@ -9,6 +9,7 @@ import typer
 
 from kamera_cli.commands.session import ChunksArgument, Session, WindowOption, command
 from kamera_cli.errors import UsageError
+from kamera_cli.options import DEFAULT_WINDOW, RecallOptions
 from kamera_cli.results import RecallResult, WindowEntry, WindowView
 from kamera_cli.words import count, display, format_ms, short_id, table
 
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 def recall(
     session: Session,
     chunks: ChunksArgument = None,
-    window: WindowOption = "default",
+    window: WindowOption = DEFAULT_WINDOW,
     at: Annotated[
         str, typer.Option("--at", metavar="end|N", help="Where: at the end, or as the N-th chunk")
-    ] = "end",
+    ] = RecallOptions.at,
     repair: Annotated[
         bool, typer.Option("--repair", help="Also form anew the patches of the cascade in this window")
     ] = False,
@@ -38,27 +39,10 @@ def recall(
             raise UsageError("--list shows all that can be recalled and takes no chunks")
         list_evicted(session, window)
         return
-    if not chunks:
-        raise UsageError("name the chunks to recall; `kamera recall --list` shows them")
-    where = parse_at(at)
+    options = RecallOptions(window=window, chunks=chunks, at=at, repair=repair)
     with session.engine() as engine:
-        result = engine.recall(chunks, window=window, at=where, repair=repair)
+        result = engine.recall(options=options)
     session.output.result("recall", payload(result), lambda: view(result))
-
-
-def parse_at(text: str) -> str | int:
-    """``end`` or a 1-based place.
-
-    Raises
-    ------
-    UsageError
-        For anything else.
-    """
-    if text == "end":
-        return text
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--at {text!r} is neither 'end' nor a place from 1 up")
-    return int(text)
 
 
 def list_evicted(session: Session, name: str) -> None:

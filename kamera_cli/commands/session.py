@@ -182,7 +182,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         )
         if state.output.quiet and state.output.verbose:
             raise UsageError("-q and -v exclude each other")
-        settings = Settings.resolve(**{name: value for name, value in flags.items() if name not in _SWITCHES})
+        settings = Settings.from_environment(
+            **{name: value for name, value in flags.items() if name not in _SWITCHES}
+        )
         if values.get("window") is not None:
             checked_name("window", str(values["window"]))
         function(Session(settings, state.output, ctx.invoked_subcommand), **values)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from kamera_cli.errors import KameraError
-from kamera_cli.ingest.sources import IngestOptions, chunk_name, report
+from kamera_cli.ingest.sources import chunk_name, parameters, report
 from kamera_cli.media.errors import MediaError, UnfitMediaError
 from kamera_cli.media.source import MediaChunk, Sampling, SourceInfo, chunks, inspect, num_chunks, printable
 from kamera_cli.model.inputs import TYPES, ChunkInputs
 from kamera_cli.model.runner import ModelRunner
+from kamera_cli.options import IngestOptions
 from kamera_cli.results import IngestedChunk, IngestedSource
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record
@@ -27,7 +28,7 @@ def sampling(options: IngestOptions, runner: ModelRunner) -> Sampling:
     """How a source is cut for this model: each video chunk holds whole temporal patches."""
     part = getattr(runner.processor, "video_processor", None)
     multiple = getattr(part, "temporal_patch_size", 1)
-    return Sampling(options.fps, options.chunk_seconds, multiple, options.chunk_tokens)
+    return options.sampling(multiple)
 
 
 def model_inputs(
@@ -256,7 +257,7 @@ def _index(
         "sha256": info.content_sha256,
         "notes": list(notes),
         "chunks": listed,
-        "parameters": options.parameters(context.contents),
+        "parameters": parameters(options, context.contents),
         "fingerprint": context.fingerprint,
     }
     tenant = context.tenant

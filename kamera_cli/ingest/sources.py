@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kamera_cli.errors import NotFoundError, RefusedError, UsageError
-from kamera_cli.media.chunk import Sampling
+from kamera_cli.errors import NotFoundError, RefusedError
 from kamera_cli.media.errors import MediaError
 from kamera_cli.media.files import content_sha256
 from kamera_cli.media.rules import RULES, decoder_versions
 from kamera_cli.model.checkpoint import Contents
+from kamera_cli.options import IngestOptions
 from kamera_cli.results import (
     IngestedChunk,
     IngestedSource,
@@ -35,55 +36,30 @@ if TYPE_CHECKING:
     from kamera_cli.context import Context
 
 
-@dataclass(frozen=True)
-class IngestOptions:
-    """Options of ``Engine.ingest``, see there."""
-
-    fps: float
-    chunk_seconds: float
-    max_pixels: int | None
-    chunk_tokens: int
-    name: str | None
-    partial: bool
-    dry_run: bool
-
-    def parameters(self, contents: Contents) -> dict:
-        """What, besides the file's bytes and the model fingerprint, decides the chunks of a source."""
-        return {
-            "fps": float(self.fps),
-            "chunk_seconds": float(self.chunk_seconds),
-            "max_pixels": self.max_pixels,
-            "chunk_tokens": self.chunk_tokens,
-            "rules": RULES,
-            "decoders": decoder_versions(),
-            "processor": contents.processor,
-        }
-
-
-def ingest(context: Context, sources: Sequence[str], window: str, options: IngestOptions) -> IngestResult:
+def ingest(context: Context, sources: Sequence[str | Path], options: IngestOptions) -> IngestResult:
     """Ingest sources in order; see ``Engine.ingest``.
 
     Raises
     ------
     UsageError
-        No source, an option out of range, or ``name`` for more than one source.
+        No source, or ``name`` for more than one.
     RefusedError
         The window belongs to another model.
     NoRoomError
         The quota does not hold all sources at once.
     """
-    _check(sources, options)
+    paths = options.checked_sources(sources)
     started = time.perf_counter()
-    fingerprint = context.fingerprint
+    window, fingerprint = options.window, context.fingerprint
     _refuse_other_model(context, window, fingerprint)
     done: list[IngestedSource] = []
     kept: list[Record] = []
     failures: list[SourceFailure] = []
-    for path in sources:
+    for path in paths:
         try:
             source, records = _one(context, path, options, fingerprint)
         except MediaError as error:
-            if len(sources) == 1:
+            if len(paths) == 1:
                 raise
             failures.append(
                 SourceFailure(path, error.reason if not error.hint else f"{error.reason}; {error.hint}")
@@ -106,14 +82,17 @@ def ingest(context: Context, sources: Sequence[str], window: str, options: Inges
     return IngestResult(window, tuple(done), tuple(failures), total_ms, options.dry_run)
 
 
-def _check(sources: Sequence[str], options: IngestOptions) -> None:
-    if not sources:
-        raise UsageError("name at least one source")
-    if options.name is not None and len(sources) > 1:
-        raise UsageError("--name goes with one source")
-    Sampling(options.fps, options.chunk_seconds, chunk_tokens=options.chunk_tokens)
-    if options.max_pixels is not None and options.max_pixels < 1:
-        raise UsageError(f"--max-pixels {options.max_pixels}: must be at least 1")
+def parameters(options: IngestOptions, contents: Contents) -> dict[str, object]:
+    """What, besides the file's bytes and the model fingerprint, decides the chunks of a source."""
+    return {
+        "fps": float(options.fps),
+        "chunk_seconds": float(options.chunk_seconds),
+        "max_pixels": options.max_pixels,
+        "chunk_tokens": options.chunk_tokens,
+        "rules": RULES,
+        "decoders": decoder_versions(),
+        "processor": contents.processor,
+    }
 
 
 def _refuse_pushed_out(context: Context, kept: Sequence[Record]) -> None:
@@ -146,7 +125,7 @@ def _one(
     content = content_sha256(path)
     identity = source_identity(
         content_sha256=content,
-        parameters=options.parameters(context.contents),
+        parameters=parameters(options, context.contents),
         fingerprint=fingerprint,
         tenant=tenant,
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal
 
 from .errors import SamplingError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Kind = Literal["video", "image", "text"]
 

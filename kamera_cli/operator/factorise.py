@@ -9,6 +9,7 @@ import torch
 
 from kamera_cli.errors import NotFiniteError
 from kamera_cli.operator import quantise
+from kamera_cli.options import FactorDtype
 
 MAX_AUTO_RANK = 64
 """Largest rank that ``rank="auto"`` chooses."""
@@ -19,7 +20,7 @@ AUTO_BITS = 8
 RIDGE = 1e-10
 """Share of ‖Δ‖² that is added to the diagonal of a Gram matrix while its eigenvectors are sought."""
 
-FACTOR_DTYPES: dict[str, torch.dtype | int | None] = {
+FACTOR_DTYPES: dict[FactorDtype, torch.dtype | int | None] = {
     "auto": None,
     "fp32": torch.float32,
     "fp16": torch.float16,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kamera_cli.options import Reuse
 from kamera_cli.results import Used, WhyNot
 
-Reuse = Literal["auto", "patched", "blind", "none"]
 PatchKind = Literal["exact", "orbit", "composed"]
 
 AUTO_MAX_KL = 0.05

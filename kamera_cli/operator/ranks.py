@@ -12,12 +12,11 @@ from its antecedents has little to lose, and on the embedded model needs a third
 from __future__ import annotations
 
 import heapq
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kamera_cli.errors import UsageError
-from kamera_cli.settings import parse_bytes
+from kamera_cli.options import Budget
 
 FLOOR = 0.1
 """Smallest weight of a layer, as a share of the largest. A sensitivity is measured on a few probes of one window, and
@@ -47,42 +46,12 @@ class Spectrum:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Bytes that a patch may take: a share of the KV that it serves, or a number."""
-
-    share: float | None = None
-    num_bytes: int | None = None
-
-    def of(self, kv_bytes: int) -> int:
-        """Bytes for a chunk whose canonical KV takes ``kv_bytes``."""
-        return int(self.share * kv_bytes) if self.share is not None else self.num_bytes
-
-
-@dataclass(frozen=True)
 class Sensitivity:
     """Measured for one tensor of one layer: next-token KL in nats while ``missing`` of its ``total`` energy was out."""
 
     kl: float
     missing: float
     total: float
-
-
-def parse_budget(text: str) -> Budget:
-    """``3%`` of the KV that a patch serves, or bytes as in ``20KB``.
-
-    Raises
-    ------
-    UsageError
-        Neither, or nothing at all.
-    """
-    share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text, re.ASCII)
-    try:
-        budget = Budget(share=float(share.group(1)) / 100) if share else Budget(num_bytes=parse_bytes(text))
-    except UsageError as error:
-        raise UsageError(f"--budget {text!r} is neither a share such as 3% nor bytes such as 20KB") from error
-    if budget.share == 0 or budget.num_bytes == 0:
-        raise UsageError(f"--budget {text}: a patch takes more than no bytes")
-    return budget
 
 
 def check_budget(budget: Budget, kv_bytes: int, direction_bytes: int, what: str) -> None:

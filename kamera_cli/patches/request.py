@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from kamera_cli.library import Library, require_record
 from kamera_cli.operator.patch import FACTOR_DTYPES, Precision, direction_bytes
-from kamera_cli.operator.ranks import Worth, check_budget, parse_budget
+from kamera_cli.operator.ranks import Worth, check_budget
+from kamera_cli.options import CompileOptions, parse_budget
 from kamera_cli.patches.report import describe, kv_bytes, why_not_auto
 from kamera_cli.results import FormedPatch
-from kamera_cli.settings import DEFAULT_ENERGY
 from kamera_cli.window import Chain
 from kamera_store.format.records import Record
 
 
 @dataclass(frozen=True)
-class PatchOptions:
-    """Options of ``Engine.compile_patches``, see there.
+class PatchOptions(CompileOptions):
+    """What was asked for, and what forming adds to it.
 
     With ``any_usable`` a stored patch that ``--reuse auto`` takes is enough, however it was asked for; so is a finer
     one.
     """
 
-    rank: int | Literal["auto"] = "auto"
-    energy: float = DEFAULT_ENERGY
-    factor_dtype: str = "auto"
-    probe: str = ""
-    time_prefill: bool = False
-    budget: str | None = None
     learn: bool = False
     any_usable: bool = False
     worth: Worth | None = None

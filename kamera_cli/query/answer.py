@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from kamera_cli.errors import NotFoundError, UsageError
+from kamera_cli.errors import NotFoundError
 from kamera_cli.library import Library
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.generate import Chooser, decode
 from kamera_cli.model.inputs import Segment
-from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan, Reuse
-from kamera_cli.query.arrange import Found, arrange, check_request
+from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan
+from kamera_cli.options import QueryOptions, checked_question
+from kamera_cli.query.arrange import Found, arrange
 from kamera_cli.query.compare import compare
 from kamera_cli.query.first_use import keep_patches
 from kamera_cli.query.observed import keep_worst
@@ -34,22 +34,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class QueryOptions:
-    """Options of ``Engine.query``, see there."""
-
-    reuse: Reuse
-    compare: bool
-    max_kl: float | None
-    require_hit: bool
-    max_new_tokens: int
-    temperature: float
-    seed: int
-    rank: int | None
-    on_token: Callable[[str], None] | None
-    place: bool = False
-
-
-@dataclass(frozen=True)
 class Ready:
     """A prompt whose last token has been computed: cache, logits (vocab,), the next position, and how it was made."""
 
@@ -61,14 +45,12 @@ class Ready:
     captured: tuple[list[LayerKV], ...] = ()
 
 
-def query(
-    context: Context, question: str, window: str, chunks: Sequence[str] | None, options: QueryOptions
-) -> QueryResult:
+def query(context: Context, question: str, options: QueryOptions) -> QueryResult:
     """Answer a question from stored chunks; see ``Engine.query``."""
-    _check(question, options)
+    checked_question(question)
     asked = time.perf_counter()
-    view = load_window(context.store, context.tenant, window)
-    ordered(view, chunks)  # a request that names what is not there fails before a model is loaded
+    view = load_window(context.store, context.tenant, options.window)
+    ordered(view, options.names)  # a request that names what is not there fails before a model is loaded
     loading = time.perf_counter()
     context.refuse_other_model(view)
     runner, library = context.runner, context.library
@@ -77,11 +59,10 @@ def query(
     choose = Chooser(options.temperature, options.seed)
     question_ids = runner.question_ids(question)
     runner.refuse_placeholders(question_ids, "the question")
-    arranged = arrange(library, view, chunks, reuse=options.reuse, max_kl=options.max_kl, place=options.place)
+    arranged = arrange(library, view, options)
     found, chosen = arranged.found, arranged.plan
     _require_fit(context, found, question_ids.numel() + options.max_new_tokens)
-    given_order = chunks is not None or options.place
-    _require_hits(chosen, found, options, window, given_order)
+    _require_hits(chosen, found, options)
     lookup_ms = 1e3 * (time.perf_counter() - started)
 
     chosen, ready = _prepare(context, library, found, chosen, question_ids, options)
@@ -106,8 +87,8 @@ def query(
             context, library, records, ready.captured, ready.segments, question_ids, ready.logits,
             AUTO_MAX_KL if options.max_kl is None else options.max_kl,
         )  # fmt: skip
-        if chunks is None and not options.place:
-            update_window(context.store, context.tenant, window, reconditioned)
+        if not options.gives_order:
+            update_window(context.store, context.tenant, options.window, reconditioned)
     context.store.touch(
         [
             record.key
@@ -128,7 +109,7 @@ def query(
     return QueryResult(
         question=question,
         answer=answer.text,
-        window=window,
+        window=options.window,
         reuse=options.reuse,
         attention=runner.loaded.attention,
         device=str(runner.device),
@@ -156,26 +137,6 @@ def found_records(found: Sequence[Found]) -> list[Record]:
     return [chunk.record for chunk in found]
 
 
-def _check(question: str, options: QueryOptions) -> None:
-    if not question.strip():
-        raise UsageError("the question is empty")
-    try:
-        question.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"the question is not valid Unicode ({error.reason} at {error.start})") from error
-    if options.max_new_tokens < 1:
-        raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
-    if not 0 <= options.temperature < math.inf:
-        raise UsageError(f"--temperature {options.temperature}: must be a number, and not negative")
-    if options.rank is not None and options.rank < 1:
-        raise UsageError(f"--rank {options.rank}: must be at least 1")
-    if options.rank is not None and options.reuse != "patched":
-        raise UsageError(
-            "--rank goes with --reuse patched: the KL of a patch was measured with all of its columns"
-        )
-    check_request(options.reuse, options.max_kl, options.place)
-
-
 def _require_fit(context: Context, found: Sequence[Found], num_more: int) -> None:
     length = (
         context.runner.preamble.positions.span + sum(chunk.record.meta["span"] for chunk in found) + num_more
@@ -183,9 +144,7 @@ def _require_fit(context: Context, found: Sequence[Found], num_more: int) -> Non
     context.require_context(length, "chunks, question and answer together")
 
 
-def _require_hits(
-    chosen: Plan, found: Sequence[Found], options: QueryOptions, window: str, given_order: bool
-) -> None:
+def _require_hits(chosen: Plan, found: Sequence[Found], options: QueryOptions) -> None:
     """Refuse what would not be reused, under ``--require-hit`` and ``--reuse patched``."""
     order = [chunk.wanted.entry.number for chunk in found]
     misses = [
@@ -203,9 +162,9 @@ def _require_hits(
     orphaned = [chunk.wanted.entry.number for chunk in found if chunk.wanted.antecedents is None]
     what = (
         f"{chunks_words(orphaned)} took something in from a purged chunk; "
-        f"take it out with: {compile_command(window, None)} --kind removal"
+        f"take it out with: {compile_command(options.window, None)} --kind removal"
         if orphaned
-        else advice(misses, window, order if given_order else None)
+        else advice(misses, options.window, order if options.gives_order else None)
     )
     raise NotFoundError(f"{asked}: not everything can be reused ({misses_words(misses)}); {what}")
 

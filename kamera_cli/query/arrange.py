@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from kamera_cli.errors import NotFoundError, UsageError
+from kamera_cli.errors import NotFoundError
 from kamera_cli.library import assembly_size, segment_size
 from kamera_cli.operator.placement import best_order
-from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan, Reuse, Wanted, plan, refusal
+from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan, Wanted, plan, refusal
+from kamera_cli.options import QueryOptions, Reuse
 from kamera_cli.query.offers import Listing, StoredOffer, offers
 from kamera_cli.results import Placed, PlannedChunk, QueryPlan, WindowEntry, WindowView
-from kamera_cli.window import Conditioned, conditioning, identity_of, ordered
+from kamera_cli.window import Conditioned, conditioning, identity_of, load_window, ordered
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record
 
 if TYPE_CHECKING:
+    from kamera_cli.context import Context
     from kamera_cli.library import Library
 
 
@@ -42,31 +44,7 @@ class Arranged:
     placed: Placed | None = None
 
 
-def check_request(reuse: str, max_kl: float | None, place: bool) -> None:
-    """Refuse a mode that there is not, a bound that is none, and an order by patches where none would be used.
-
-    Raises
-    ------
-    UsageError
-    """
-    modes = get_args(Reuse)
-    if reuse not in modes:
-        raise UsageError(f"--reuse {reuse} is not supported (supported: {', '.join(modes)})")
-    if max_kl is not None and not max_kl >= 0:
-        raise UsageError(f"--max-kl {max_kl}: must not be negative, and be a number")
-    if place and reuse in ("blind", "none"):
-        raise UsageError(f"--place chooses the order by its patches; --reuse {reuse} uses none")
-
-
-def arrange(
-    library: Library,
-    view: WindowView,
-    chunks: Sequence[str] | None,
-    *,
-    reuse: Reuse,
-    max_kl: float | None,
-    place: bool = False,
-) -> Arranged:
+def arrange(library: Library, view: WindowView, options: QueryOptions) -> Arranged:
     """Look up what there is and decide.
 
     Raises
@@ -76,12 +54,19 @@ def arrange(
     UsageError
         The window is empty, or a chunk is named twice.
     """
-    entries, placed = ordered(view, chunks), None
-    if place:
-        entries, placed = _placed(library, entries, reuse, max_kl)
-    wanted = conditioning(view, entries, given_order=place or chunks is not None)
+    entries, placed = ordered(view, options.names), None
+    if options.place:
+        entries, placed = _placed(library, entries, options.reuse, options.max_kl)
+    wanted = conditioning(view, entries, given_order=options.gives_order)
     found = tuple(_find(library, chunk) for chunk in wanted)
-    return Arranged(found, plan(_wanted(found), reuse=reuse, max_kl=max_kl), placed)
+    return Arranged(found, plan(_wanted(found), reuse=options.reuse, max_kl=options.max_kl), placed)
+
+
+def explain(context: Context, options: QueryOptions) -> QueryPlan:
+    """What a query would use and read; nothing is read or run. See ``Engine.explain``."""
+    view = load_window(context.store, context.tenant, options.window)
+    context.refuse_other_model(view)
+    return described(arrange(context.library, view, options), options)
 
 
 def full_rank(records: Sequence[Record]) -> int | None:
@@ -90,12 +75,12 @@ def full_rank(records: Sequence[Record]) -> int | None:
     return sum(ranks) if ranks else None
 
 
-def described(arranged: Arranged, window: str, reuse: Reuse) -> QueryPlan:
+def described(arranged: Arranged, options: QueryOptions) -> QueryPlan:
     """The plan as commands show it: what would be used, why nothing better, and the stored bytes to read."""
     prefilled = arranged.plan.fallback is not None
     return QueryPlan(
-        window=window,
-        reuse=reuse,
+        window=options.window,
+        reuse=options.reuse,
         fallback=arranged.plan.fallback,
         chunks=tuple(
             _planned(chunk, action, prefilled)

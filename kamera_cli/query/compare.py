@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from kamera_cli.ingest.encode import model_inputs
-from kamera_cli.ingest.sources import IngestOptions
 from kamera_cli.media.errors import MediaError
 from kamera_cli.media.source import inspect
 from kamera_cli.model.generate import Answer, Chooser, decode, next_token_kl
 from kamera_cli.model.inputs import ChunkInputs
+from kamera_cli.options import IngestOptions
 from kamera_cli.results import Comparison
 from kamera_store.format.records import Record
 
@@ -85,7 +85,7 @@ def reopen(context: Context, records: Sequence[Record]) -> list[ChunkInputs] | N
         ingest = record.meta["ingest"]
         by_source.setdefault((record.meta["source"]["path"], *sorted(ingest.items())), set()).add(record.key)
     for (path, *items), keys in by_source.items():
-        options = IngestOptions(name=None, partial=False, dry_run=False, **dict(items))
+        options = IngestOptions(**dict(items))
         try:
             for _, inputs in model_inputs(context.runner, path, inspect(path), options):
                 key = context.library.chunk_identity(inputs).key

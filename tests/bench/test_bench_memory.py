@@ -17,7 +17,8 @@ from kamera_cli.bench.memory_report import sentence
 from kamera_cli.bench.sizes import Size
 from kamera_cli.engine import Engine
 from kamera_cli.operator.patch import form
-from kamera_cli.operator.ranks import Worth, parse_budget
+from kamera_cli.operator.ranks import Worth
+from kamera_cli.options import parse_budget
 from kamera_cli.patches.request import PatchOptions
 from kamera_cli.settings import Settings
 from kamera_cli.window import identity_of

@@ -164,7 +164,7 @@ def test_global_options_stand_before_or_after_the_command(cli: Cli, engine: Fake
 def test_the_dtype_of_factors_is_not_the_dtype_of_the_model(cli: Cli, engine: FakeEngine) -> None:
     cli("--dtype", "bf16", "compile-patches", "--dtype", "fp16")
     assert engine.settings.dtype == "bf16"
-    assert engine.calls[0][2]["factor_dtype"] == "fp16"
+    assert engine.calls[0][2]["options"].factor_dtype == "fp16"
 
 
 def test_query_json_carries_the_whole_receipt(cli: Cli, engine: FakeEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from cli_fakes import Ran
 from help_blocks import refreshed
 
 from kamera_cli.app import help_text
+from kamera_cli.options import CompileOptions, EvictOptions, IngestOptions, QueryOptions, RecallOptions
 
 WRITTEN_WITH = "0.29."
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,25 +76,29 @@ def test_the_three_variables_of_the_environment_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "method", "renamed"),
+    ("command", "kind", "renamed"),
     [
-        ("ingest", "ingest", {}),
-        ("compile_patches", "compile_patches", {"dtype": "factor_dtype"}),
-        ("query", "query", {}),
-        ("evict", "evict", {}),
-        ("recall", "recall", {}),
+        ("ingest", IngestOptions, {}),
+        ("compile_patches", CompileOptions, {"dtype": "factor_dtype"}),
+        ("query", QueryOptions, {}),
+        ("evict", EvictOptions, {}),
+        ("recall", RecallOptions, {}),
     ],
 )
 def test_a_default_of_a_command_is_the_default_of_the_engine(
-    command: str, method: str, renamed: dict[str, str]
+    command: str, kind: type, renamed: dict[str, str]
 ) -> None:
-    from kamera_cli.engine import Engine
-
     function = getattr(importlib.import_module(f"kamera_cli.commands.{command}"), command)
     offered = inspect.signature(function).parameters
-    expected = inspect.signature(getattr(Engine, method)).parameters
+    expected = {field.name: field.default for field in dataclasses.fields(kind)}
     shared = {name: renamed.get(name, name) for name in offered if renamed.get(name, name) in expected}
     assert len(shared) >= 3
-    for name, in_engine in shared.items():
-        if expected[in_engine].default is not inspect.Parameter.empty:
-            assert offered[name].default == expected[in_engine].default, name
+    for name, option in shared.items():
+        assert offered[name].default == expected[option], name
+
+
+def test_every_option_of_a_query_is_offered_by_the_command() -> None:
+    from kamera_cli.commands.query import query
+
+    unseen = {field.name for field in dataclasses.fields(QueryOptions)} - {*inspect.signature(query).parameters}
+    assert unseen == {"on_token"}

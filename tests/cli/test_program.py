@@ -28,7 +28,7 @@ class Engine:
         self.on_progress, self.on_warning = on_progress, on_warning
     def __enter__(self): return self
     def __exit__(self, *exc): return None
-    def ingest(self, sources, **options):
+    def ingest(self, sources, options):
         for done in range({steps}):
             self.on_progress(Progress("encoding", done, {steps}, "chunks", "clip.mp4"))
             time.sleep(0.05)

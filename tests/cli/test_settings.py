@@ -12,23 +12,23 @@ from kamera_cli.settings import Settings, parse_bytes, parse_duration_s
 
 def test_a_flag_beats_the_environment_and_the_environment_the_default() -> None:
     environ = {"KAMERA_STORE": "/e/store", "KAMERA_MODEL": "from-environment", "KAMERA_TENANT": "ann"}
-    assert Settings.resolve(environ={}).model == "kamera-tiny"
-    assert Settings.resolve(environ=environ).model == "from-environment"
-    resolved = Settings.resolve(environ=environ, model="from-flag", store=None)
+    assert Settings.from_environment(environ={}).model == "kamera-tiny"
+    assert Settings.from_environment(environ=environ).model == "from-environment"
+    resolved = Settings.from_environment(environ=environ, model="from-flag", store=None)
     assert (resolved.model, resolved.store, resolved.tenant) == ("from-flag", Path("/e/store"), "ann")
 
 
 def test_a_misspelt_variable_is_an_error_and_not_ignored() -> None:
     with pytest.raises(UsageError, match=r"KAMERA_STROE.*did you mean KAMERA_STORE"):
-        Settings.resolve(environ={"KAMERA_STROE": "/x"})
+        Settings.from_environment(environ={"KAMERA_STROE": "/x"})
 
 
 def test_an_empty_variable_counts_as_not_set() -> None:
-    assert Settings.resolve(environ={"KAMERA_MODEL": ""}).model == "kamera-tiny"
+    assert Settings.from_environment(environ={"KAMERA_MODEL": ""}).model == "kamera-tiny"
 
 
 def test_the_default_store_is_the_users_own_and_no_shared_temporary_folder() -> None:
-    store = Settings.resolve(environ={}).store
+    store = Settings.from_environment(environ={}).store
     assert store.is_absolute()
     assert store.is_relative_to(Path.home())
 
@@ -36,7 +36,7 @@ def test_the_default_store_is_the_users_own_and_no_shared_temporary_folder() -> 
 @pytest.mark.parametrize("tenant", ["", "a/b", "a\nb", "\udcff"])
 def test_a_tenant_that_could_meet_another_ones_windows_is_refused(tenant: str) -> None:
     with pytest.raises(UsageError, match="tenant"):
-        Settings.resolve(environ={}, tenant=tenant)
+        Settings.from_environment(environ={}, tenant=tenant)
 
 
 @pytest.mark.parametrize(
@@ -65,4 +65,4 @@ def test_durations_without_a_unit_are_refused(text: str) -> None:
 
 
 def test_the_quota_is_read_as_a_size() -> None:
-    assert Settings.resolve(environ={"KAMERA_QUOTA": "10GB"}).quota_bytes == 10**10
+    assert Settings.from_environment(environ={"KAMERA_QUOTA": "10GB"}).quota_bytes == 10**10

@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 from kamera_cli.errors import UsageError
 from kamera_cli.operator.ranks import (
     FLOOR,
-    Budget,
     Sensitivity,
     Spectrum,
     check_budget,
     choose,
-    parse_budget,
     proven_energy,
     weighted_energy,
     weights,
     worth,
 )
+from kamera_cli.options import Budget, parse_budget
 
 
 def spectrum(squares, *, size: int = 10, weight: float = 1.0) -> Spectrum:
