@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def recall(context: Context, options: RecallOptions) -> RecallResult:
     """Put evicted chunks back, each with a patch for what now stands before it; see ``Engine.recall``.
 
-    The window changes only after every patch is stored. With ``options.repair``, a recall that is done already is taken as it
-    is, so that a repair that was interrupted goes on.
+    The window changes only after every patch is stored. With ``options.repair``, a recall that is done already is taken
+    as it is, so that a repair that was interrupted goes on.
 
     Raises
     ------

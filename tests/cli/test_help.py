@@ -100,5 +100,7 @@ def test_a_default_of_a_command_is_the_default_of_the_engine(
 def test_every_option_of_a_query_is_offered_by_the_command() -> None:
     from kamera_cli.commands.query import query
 
-    unseen = {field.name for field in dataclasses.fields(QueryOptions)} - {*inspect.signature(query).parameters}
+    unseen = {field.name for field in dataclasses.fields(QueryOptions)} - {
+        *inspect.signature(query).parameters
+    }
     assert unseen == {"on_token"}
