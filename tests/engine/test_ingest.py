@@ -78,7 +78,7 @@ def test_a_second_ingest_imports_no_torch_and_no_decoder(open_engine, clip, tmp_
         "print(json.dumps([result.sources[0].from_index, len(result.chunks), heavy]))\n"
     )
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'store'}"}
-    model = str(open_engine().checkpoint.path)
+    model = str(open_engine().context.checkpoint.path)
     ran = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "store"), model, str(clip)],
         env=environment, capture_output=True, text=True, timeout=60, check=True,
