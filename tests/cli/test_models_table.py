@@ -1,4 +1,4 @@
-"""The table of supported models in README is the one that the program goes by."""
+"""The table of supported models in the documents is the one that the program goes by."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kamera_cli.model.architectures import ARCHITECTURES
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_table_in_the_readme_is_the_one_of_the_program() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_documented_table_is_the_one_of_the_program() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     assert "<!-- models:begin -->" in text
-    assert text == refreshed(text), "run: python tests/cli/models_table.py README.md"
+    assert text == refreshed(text), "run: python docs/generate.py models"
 
 
 def test_a_table_that_is_out_of_date_is_noticed() -> None:

@@ -1,13 +1,8 @@
-"""The table of supported models inside a document, between ``<!-- models:begin -->`` and ``<!-- models:end -->``.
-
-``python tests/cli/models_table.py README.md`` writes the table anew.
-"""
+"""The table of supported models, from the one that the program goes by (`kamera_cli.model.architectures`)."""
 
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 from kamera_cli.model.architectures import ARCHITECTURES, NOTES
 
@@ -16,7 +11,7 @@ _HEAD = ("`model_type`", "", "attention", "media", "RoPE", "verified", "")
 
 
 def refreshed(text: str) -> str:
-    """``text`` with the table as the program knows it now."""
+    """``text`` with the table between its markers as the program knows it now."""
     rows = [
         (
             f"`{entry.model_type}`",
@@ -33,9 +28,3 @@ def refreshed(text: str) -> str:
     table = "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |")
     notes = "\n".join(f"- {note}" for note in NOTES)
     return BLOCK.sub(lambda match: f"{match[1]}\n{table}\n\n{notes}\n\n{match[2]}", text)
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        document = Path(name)
-        document.write_text(refreshed(document.read_text(encoding="utf-8")), encoding="utf-8")

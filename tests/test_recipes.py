@@ -1,0 +1,44 @@
+"""The recipes of ``docs/how-to-add.md``, followed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_backbones import _TEXT, MEDIA, save_backbone
+
+from kamera_cli.errors import RefusedError
+from kamera_cli.model import architectures
+from kamera_cli.model.checkpoint import open_checkpoint
+from kamera_cli.model.loading import load
+from kamera_cli.model.runner import ModelRunner
+from kamera_cli.model.self_test import self_test
+
+ROOT = Path(__file__).resolve().parents[1]
+NEW = "granite"
+"""An architecture of transformers that has no row, and is the example of the recipe."""
+
+
+def recipe(title: str) -> str:
+    text = (ROOT / "docs" / "how-to-add.md").read_text(encoding="utf-8")
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_a_backbone_is_one_row_and_a_tiny_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f'_text("{NEW}", ' in recipe("A backbone")
+    monkeypatch.setitem(MEDIA, NEW, ())
+    monkeypatch.setitem(_TEXT, NEW, (NEW, {}))
+    folder = save_backbone(NEW, tmp_path / NEW)
+    assert json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == NEW
+    with pytest.raises(RefusedError, match=f"architecture '{NEW}' is not supported"):
+        open_checkpoint(str(folder))
+
+    row = architectures._text(NEW, "Granite")
+    monkeypatch.setattr(architectures, "ARCHITECTURES", (*architectures.ARCHITECTURES, row))
+    loaded = load(
+        open_checkpoint(str(folder)), device="cpu", dtype="fp32", attention="auto", trust_remote_code=False
+    )
+    tested = self_test(ModelRunner(loaded))
+    assert [check.name for check in tested.checks if not check.ok] == []
+    assert len(tested.checks) >= 3
