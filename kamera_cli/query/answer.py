@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from kamera_cli.errors import NotFoundError
 from kamera_cli.library import Library
-from kamera_cli.model.compat import DynamicCache
-from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.generate import Chooser, decode
-from kamera_cli.model.inputs import Segment
 from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan
 from kamera_cli.options import QueryOptions, checked_question
 from kamera_cli.query.arrange import Found, arrange
 from kamera_cli.query.compare import compare
-from kamera_cli.query.first_use import keep_patches
-from kamera_cli.query.observed import keep_worst
-from kamera_cli.query.read import Reading, read_and_assemble
+from kamera_cli.query.keep import keep_patches, keep_worst
+from kamera_cli.query.read import Reading, Ready, read_and_assemble
 from kamera_cli.query.receipt import receipts_of, remembered, warnings_of
-from kamera_cli.results import QueryResult, Stages
+from kamera_cli.results import QueryResult, Stages, WhyNot
 from kamera_cli.window import load_window, ordered, reconditioned, update_window
 from kamera_cli.words import advice, chunks_words, compile_command, misses_words
 from kamera_store.errors import DamagedError, MissingRecordError
@@ -31,18 +27,6 @@ from kamera_store.format.records import Record
 
 if TYPE_CHECKING:
     from kamera_cli.context import Context
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A prompt whose last token has been computed: cache, logits (vocab,), the next position, and how it was made."""
-
-    cache: DynamicCache
-    logits: torch.Tensor
-    next_position: int
-    reading: Reading
-    segments: tuple[Segment, ...] = ()
-    captured: tuple[list[LayerKV], ...] = ()
 
 
 def query(context: Context, question: str, options: QueryOptions) -> QueryResult:
@@ -84,9 +68,8 @@ def query(context: Context, question: str, options: QueryOptions) -> QueryResult
     if chosen.fallback is not None and options.reuse == "auto":
         records = [chunk.record for chunk in found]
         kept = keep_patches(
-            context, library, records, ready.captured, ready.segments, question_ids, ready.logits,
-            AUTO_MAX_KL if options.max_kl is None else options.max_kl,
-        )  # fmt: skip
+            context, records, ready, question_ids, AUTO_MAX_KL if options.max_kl is None else options.max_kl
+        )
         if not options.gives_order:
             update_window(context.store, context.tenant, options.window, reconditioned)
     context.store.touch(
@@ -102,7 +85,7 @@ def query(context: Context, question: str, options: QueryOptions) -> QueryResult
         records = found_records(found)
         compared = compare(context, records, question_ids, ready.logits, answer, options.max_new_tokens)
         if options.rank is None:
-            keep_worst(context, library, found, chosen, compared.kl)
+            keep_worst(context, found, chosen, compared.kl)
     receipts = receipts_of(found, chosen, ready.reading, runner.preamble.positions.span, options.rank)
     num_chunk_tokens = sum(receipt.num_tokens for receipt in receipts)
     reused = 0 if chosen.fallback is not None else num_chunk_tokens
@@ -191,11 +174,8 @@ def _prepare(
 
 def _without(found: Sequence[Found], error: DamagedError | MissingRecordError) -> Plan:
     """A prefill, because a stored chunk or patch is damaged or was evicted meanwhile; the receipt says which."""
-    why, fallback = (
-        ("damaged", "a stored chunk or patch is damaged")
-        if isinstance(error, DamagedError)
-        else ("no_patch", "a patch was evicted meanwhile")
-    )
+    why: WhyNot = "damaged" if isinstance(error, DamagedError) else "no_patch"
+    fallback = "a stored chunk or patch is damaged" if why == "damaged" else "a patch was evicted meanwhile"
     blamed = [
         any(error.key in (chunk.record.key, *stored.offer.keys) for stored in chunk.patches)
         or error.key == chunk.record.key

@@ -7,9 +7,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from kamera_cli.library import Library, assembly_size
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.families.family import LayerKV
+from kamera_cli.model.inputs import Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.operator.patch import LayerPatch
@@ -26,6 +29,31 @@ class Reading:
     stages: Stages
     bytes_read: tuple[int, ...]
     hot_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A prompt whose last token has been computed, and how it was made.
+
+    Attributes
+    ----------
+    cache : DynamicCache
+        Of the whole prompt.
+    logits : torch.Tensor
+        (vocab,) after its last token.
+    next_position : int
+        Of the token that follows, on every axis.
+    reading : Reading
+    segments, captured : tuple
+        After a whole prefill, of each chunk: what was prefilled, and its position-free KV as it is conditioned here.
+    """
+
+    cache: DynamicCache
+    logits: torch.Tensor
+    next_position: int
+    reading: Reading
+    segments: tuple[Segment, ...] = ()
+    captured: tuple[list[LayerKV], ...] = ()
 
 
 @dataclass

@@ -6,7 +6,7 @@ from engine_setups import QUESTION, ingest
 
 import kamera_cli.query.answer as jobs_query
 from kamera_cli.query.compare import compare
-from kamera_cli.query.first_use import FINEST_ENERGY
+from kamera_cli.query.keep import FINEST_ENERGY
 
 OTHERS = ["number seven: what letter goes with it?", "tell me which shape is paired with letter k.", "who?"]
 ORDER = ["2", "3", "1"]
