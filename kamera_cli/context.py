@@ -266,8 +266,17 @@ class Context:
 
         return self_test(self.runner)
 
-    def refuse_other_model(self, window: WindowView) -> None:
+    def refuse_other_model(
+        self,
+        window: WindowView,
+        advice: str = "use that model, --dtype and release of transformers, or ingest again into another window",
+    ) -> None:
         """Refuse a window whose chunks were made by another model, by weights, config, tokenizer, dtype or positions.
+
+        Parameters
+        ----------
+        advice : str
+            What to do about it.
 
         Raises
         ------
@@ -276,8 +285,7 @@ class Context:
         if window.fingerprint != self.fingerprint:
             raise RefusedError(
                 f"window {window.name!r} holds chunks of another model (its fingerprint {window.fingerprint[:10]}, "
-                f"{self.settings.model} as {self.dtype_name} has {self.fingerprint[:10]}); "
-                "use that model, --dtype and release of transformers, or ingest again into another window"
+                f"{self.settings.model} as {self.dtype_name} has {self.fingerprint[:10]}); {advice}"
             )
 
     def require_context(self, num_positions: int, what: str) -> None:

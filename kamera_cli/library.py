@@ -33,6 +33,9 @@ from kamera_store.kvstore import KVStore
 StoredKind = Literal["exact", "orbit"]
 """Patches that the store keeps: for antecedents in one order, or for every order of a set."""
 
+FindPatch = Callable[[Identity, Sequence[Identity], StoredKind], Record | None]
+"""`Library.find_patch`, or one that answers the same faster."""
+
 _T = TypeVar("_T")
 
 

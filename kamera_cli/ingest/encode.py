@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from kamera_cli.errors import KameraError
-from kamera_cli.ingest.sources import chunk_name, parameters, report
+from kamera_cli.ingest.index import chunk_name, enter_source
 from kamera_cli.media.errors import MediaError, UnfitMediaError
 from kamera_cli.media.source import MediaChunk, Sampling, SourceInfo, chunks, inspect, num_chunks, printable
 from kamera_cli.model.inputs import TYPES, ChunkInputs
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.options import IngestOptions
-from kamera_cli.results import IngestedChunk, IngestedSource
+from kamera_cli.results import IngestedChunk, IngestedSource, Progress
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record
 
@@ -56,6 +56,7 @@ def model_inputs(
 def _text_chunks(
     runner: ModelRunner, whole: MediaChunk, chunk_tokens: int
 ) -> Iterator[tuple[MediaChunk, ChunkInputs]]:
+    assert whole.text is not None
     token_ids = runner.tokenize(whole.text)
     runner.refuse_placeholders(token_ids, whole.name)
     for index, start in enumerate(range(0, token_ids.numel(), chunk_tokens)):
@@ -95,13 +96,13 @@ def encode_source(
     total = num_chunks(info, sampling(options, runner)) if info.kind != "text" else None
     encoder = _Encoder(context, path, info, options, identity.id)
     notes, whole = info.notes, True
-    report(context, 0, total, info.path)
+    context.progress(Progress(info.path, 0, total))
     clock = time.perf_counter()
     try:
         for chunk, inputs in model_inputs(runner, path, info, options):
             encoder.spent["decode"] += 1e3 * (time.perf_counter() - clock)
             encoder.add(chunk, inputs)
-            report(context, len(encoder.results), total, info.path)
+            context.progress(Progress(info.path, len(encoder.results), total))
             clock = time.perf_counter()
     except MediaError as error:
         if not (options.partial and encoder.results):
@@ -116,7 +117,10 @@ def encode_source(
             f"{repeated} chunks show exactly what another one shows; the window holds such chunks once",
         )
     if whole and not options.dry_run:
-        _index(context, identity, info, options, notes, encoder.records)
+        enter_source(
+            context, identity, options, encoder.records,
+            kind=info.kind, path=info.path, content_sha256=info.content_sha256, notes=notes,
+        )  # fmt: skip
     times = {f"{name}_ms": value for name, value in encoder.spent.items()}
     source = IngestedSource(path, info.kind, tuple(encoder.results), False, notes, **times)
     return source, tuple(encoder.records)
@@ -142,16 +146,28 @@ class _Encoder:
         identity = context.library.chunk_identity(inputs)
         meta = _meta(context, self._path, self._info, chunk, self._options)
         record = context.store.find(identity, tenant=context.tenant)
-        outcome = "found"
+        outcome: Literal["encoded", "found", "planned"] = "found"
+        raw_bytes = chunk_bytes(context.runner, inputs)
         if record is None:
             outcome = "planned" if self._options.dry_run else "encoded"
-            context.store.check_room(chunk_bytes(context.runner, inputs))
+            context.store.check_room(raw_bytes)
         if outcome == "encoded":
             record = self._encode(identity, inputs, meta)
         if record is not None:
             self.records.append(record)
-        name = chunk_name(meta, self._options.name)
-        self.results.append(_result(context.runner, identity, inputs, record, outcome, name, meta["source"]))
+        self.results.append(
+            IngestedChunk(
+                id=identity.id,
+                name=chunk_name(meta, self._options.name),
+                number=0,
+                outcome=outcome,
+                num_tokens=inputs.num_tokens,
+                raw_bytes=raw_bytes if record is None else record.raw_bytes,
+                stored_bytes=0 if record is None else record.stored_bytes,
+                start_s=chunk.start_s,
+                end_s=chunk.end_s,
+            )
+        )
 
     def _refuse_too_long(self, inputs: ChunkInputs) -> None:
         runner = self._context.runner
@@ -164,7 +180,7 @@ class _Encoder:
                 "cut it shorter with --chunk-tokens or --chunk-seconds",
             )
 
-    def _encode(self, identity: Identity, inputs: ChunkInputs, meta: dict) -> Record:
+    def _encode(self, identity: Identity, inputs: ChunkInputs, meta: dict[str, Any]) -> Record:
         context = self._context
         encoded = context.runner.encode(inputs)
         self.spent["encode"] += encoded.vision_ms
@@ -183,7 +199,7 @@ class _Encoder:
 def chunk_bytes(runner: ModelRunner, inputs: ChunkInputs) -> int:
     """Raw bytes of a chunk: embeddings, the two tensors of every layer, deepstack features, ids and positions."""
     item = torch.empty((), dtype=runner.dtype).element_size()
-    hidden = runner.model.get_input_embeddings().weight.shape[1]
+    hidden = runner.preamble.embeddings.shape[1]
     num_axes = 3 if runner.mrope else 1
     num_bytes = inputs.num_tokens * ((runner.family.token_values() + hidden) * item + 8 * (1 + num_axes))
     if runner.num_deepstack_layers:
@@ -192,7 +208,9 @@ def chunk_bytes(runner: ModelRunner, inputs: ChunkInputs) -> int:
     return num_bytes
 
 
-def _meta(context: Context, path: str, info: SourceInfo, chunk: MediaChunk, options: IngestOptions) -> dict:
+def _meta(
+    context: Context, path: str, info: SourceInfo, chunk: MediaChunk, options: IngestOptions
+) -> dict[str, Any]:
     source = {
         "path": _reopenable(path, info),
         "sha256": info.content_sha256,
@@ -224,46 +242,6 @@ def _reopenable(path: str, info: SourceInfo) -> str:
     except UnicodeEncodeError:
         return info.path
     return absolute
-
-
-def _result(
-    runner: ModelRunner,
-    key: Identity,
-    inputs: ChunkInputs,
-    record: Record | None,
-    outcome: str,
-    name: str,
-    source: dict,
-) -> IngestedChunk:
-    raw = chunk_bytes(runner, inputs) if record is None else record.raw_bytes
-    stored = 0 if record is None else record.stored_bytes
-    return IngestedChunk(
-        key.id, name, 0, outcome, inputs.num_tokens, raw, stored, source["start_s"], source["end_s"]
-    )
-
-
-def _index(
-    context: Context,
-    identity: Identity,
-    info: SourceInfo,
-    options: IngestOptions,
-    notes: tuple[str, ...],
-    records: list[Record],
-) -> None:
-    listed = [{"key": record.id, "digest": record.digest.hex()} for record in records]
-    meta = {
-        "kind": info.kind,
-        "path": info.path,
-        "sha256": info.content_sha256,
-        "notes": list(notes),
-        "chunks": listed,
-        "parameters": parameters(options, context.contents),
-        "fingerprint": context.fingerprint,
-    }
-    tenant = context.tenant
-    context.store.put(
-        identity, tenant=tenant, unit=identity.id, meta=meta, tensors=[], cost_ms=0.0, replace=True
-    )
 
 
 def _warn_coarse_time(context: Context, inputs: ChunkInputs) -> bool:

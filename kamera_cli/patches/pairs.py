@@ -16,7 +16,7 @@ from kamera_cli.operator.ranks import proven_energy
 from kamera_cli.results import ComposedBound
 
 if TYPE_CHECKING:
-    from kamera_cli.library import Library
+    from kamera_cli.library import FindPatch
     from kamera_cli.window import Chain
     from kamera_store.format.keys import Identity
     from kamera_store.format.records import Record
@@ -52,7 +52,7 @@ class ComposedOffer:
     gain: float
 
 
-def composed_offer(library: Library, chunk: Identity, antecedents: Chain) -> ComposedOffer | None:
+def composed_offer(find_patch: FindPatch, chunk: Identity, antecedents: Chain) -> ComposedOffer | None:
     """Compose a chunk's patch for two or more antecedents, in any order; None where a pair is not stored.
 
     A single antecedent needs no composition: its pair is the exact patch.
@@ -61,7 +61,7 @@ def composed_offer(library: Library, chunk: Identity, antecedents: Chain) -> Com
         return None
     records = []
     for antecedent in antecedents:
-        record = library.find_patch(chunk, (antecedent,), "exact")
+        record = find_patch(chunk, (antecedent,), "exact")
         if record is None:
             return None
         records.append(record)

@@ -133,7 +133,8 @@ def _layers(
         decoded = [piece.decode() for piece in fetched]
         decompressed = time.perf_counter()
         restored = shelf.restored(layer, decoded)
-        canonical, factors = restored[: len(patches)], iter(restored[len(patches) :])
+        canonical = [kv for kv in restored if isinstance(kv, LayerKV)]
+        factors = (patch for patch in restored if isinstance(patch, LayerPatch))
         of_chunks = [merged([next(factors) for _ in parts], parts) for parts in patches]
         clock.read += read - started
         clock.decompress += decompressed - read

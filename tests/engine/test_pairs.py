@@ -26,7 +26,7 @@ def _ingest_passages(engine, folder, count: int, num_words: int = 24) -> None:
 def _offer(engine, chunk: str, antecedents: str):
     """What is offered for one chunk after others, by their numbers."""
     known = {str(entry.number): identity_of(entry) for entry in engine.window().entries}
-    return composed_offer(engine.library, known[chunk], tuple(known[number] for number in antecedents))
+    return composed_offer(engine.library.find_patch, known[chunk], tuple(known[number] for number in antecedents))
 
 
 @pytest.fixture(params=BACKBONES)
@@ -136,7 +136,7 @@ def test_a_purged_antecedent_takes_its_compositions_with_it(open_engine, tmp_pat
     engine.compile_patches(kind="pair")
     known = {entry.number: identity_of(entry) for entry in engine.window().entries}
     engine.evict(["1"], purge=True)
-    assert composed_offer(engine.library, known[3], (known[1], known[2])) is None
+    assert composed_offer(engine.library.find_patch, known[3], (known[1], known[2])) is None
 
 
 def test_factors_and_creation_of_a_pair_stay_as_they_are_when_it_gets_its_bound(open_engine, tmp_path):
