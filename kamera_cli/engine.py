@@ -265,7 +265,7 @@ class Engine:
         >>> [(chunk.number, chunk.used) for chunk in engine.explain(reuse="blind").chunks]
         [(1, 'canonical'), (2, 'blind')]
         """
-        from kamera_cli.query.arrange import explain
+        from kamera_cli.query.receipt import explain
 
         return explain(self.context, _merged(QueryOptions, options, fields))
 

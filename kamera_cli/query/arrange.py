@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kamera_cli.errors import NotFoundError
-from kamera_cli.library import assembly_size, segment_size
+from kamera_cli.library import FindPatch, Library, StoredKind
+from kamera_cli.operator.compose import compose
+from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.placement import best_order
-from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan, Wanted, plan, refusal
+from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Offer, Plan, Wanted, plan, refusal
+from kamera_cli.operator.ranks import proven_energy
 from kamera_cli.options import QueryOptions, Reuse
-from kamera_cli.query.offers import Listing, StoredOffer, offers
-from kamera_cli.results import Placed, PlannedChunk, QueryPlan, WindowEntry, WindowView
-from kamera_cli.window import Conditioned, conditioning, identity_of, load_window, ordered
+from kamera_cli.patches.pairs import composed_offer, gain_of
+from kamera_cli.results import Placed, WindowEntry, WindowView
+from kamera_cli.window import Chain, Conditioned, conditioning, identity_of, ordered
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record
 
-if TYPE_CHECKING:
-    from kamera_cli.context import Context
-    from kamera_cli.library import Library
+
+@dataclass(frozen=True)
+class StoredOffer:
+    """An offer and the records that are read for it."""
+
+    offer: Offer
+    records: tuple[Record, ...]
 
 
 @dataclass(frozen=True)
@@ -62,59 +68,15 @@ def arrange(library: Library, view: WindowView, options: QueryOptions) -> Arrang
     return Arranged(found, plan(_wanted(found), reuse=options.reuse, max_kl=options.max_kl), placed)
 
 
-def explain(context: Context, options: QueryOptions) -> QueryPlan:
-    """What a query would use and read; nothing is read or run. See ``Engine.explain``."""
-    view = load_window(context.store, context.tenant, options.window)
-    context.refuse_other_model(view)
-    return described(arrange(context.library, view, options), options)
-
-
-def full_rank(records: Sequence[Record]) -> int | None:
-    """Rank of what a patch is made of: of one patch, or of pairs side by side."""
-    ranks = [max(part.meta["ranks"], default=0) for part in records]
-    return sum(ranks) if ranks else None
-
-
-def described(arranged: Arranged, options: QueryOptions) -> QueryPlan:
-    """The plan as commands show it: what would be used, why nothing better, and the stored bytes to read."""
-    prefilled = arranged.plan.fallback is not None
-    return QueryPlan(
-        window=options.window,
-        reuse=options.reuse,
-        fallback=arranged.plan.fallback,
-        chunks=tuple(
-            _planned(chunk, action, prefilled)
-            for chunk, action in zip(arranged.found, arranged.plan.actions, strict=True)
-        ),
-        placed=arranged.placed,
-    )
-
-
-def _planned(chunk: Found, action: Action, prefilled: bool) -> PlannedChunk:
-    records, offer, entry = chunk.chosen(action), action.offer, chunk.wanted.entry
-    own = segment_size(chunk.record) if prefilled else assembly_size(chunk.record)
-    return PlannedChunk(
-        id=entry.chunk,
-        number=entry.number,
-        name=entry.name,
-        num_tokens=entry.num_tokens,
-        used=action.used,
-        patches=tuple(record.id for record in records),
-        rank=full_rank(records),
-        energy=None if offer is None else offer.energy,
-        kl=None if offer is None else offer.kl,
-        bytes_to_read=own + sum(record.stored_bytes for record in records),
-        why_not=action.why_not,
-    )
-
-
 def _find(library: Library, chunk: Conditioned) -> Found:
     record = library.find_chunk(chunk.entry)
     if record is None:
         raise NotFoundError(
             f"chunk {chunk.entry.number} ({chunk.entry.name}) is no longer in the store; ingest its source again"
         )
-    patches = offers(library, identity_of(chunk.entry), chunk.antecedents) if chunk.antecedents else ()
+    patches = (
+        offers(library.find_patch, identity_of(chunk.entry), chunk.antecedents) if chunk.antecedents else ()
+    )
     return Found(chunk, record, patches)
 
 
@@ -131,6 +93,23 @@ def _wanted(found: Sequence[Found]) -> list[Wanted]:
     ]
 
 
+def offers(find_patch: FindPatch, chunk: Identity, antecedents: Chain) -> tuple[StoredOffer, ...]:
+    """Patches for a chunk after antecedents in this order, best first: exact, orbit, composed of pairs."""
+    found = []
+    kinds: tuple[StoredKind, ...] = ("exact", "orbit")
+    for kind in kinds:
+        patch = find_patch(chunk, antecedents, kind)
+        if patch is not None:
+            offer = Offer((patch.key,), kind, patch.meta["kl"], proven_energy(patch.meta))
+            found.append(StoredOffer(offer, (patch,)))
+    composed = composed_offer(find_patch, chunk, antecedents) if len(antecedents) > 1 else None
+    if composed is not None:
+        keys = tuple(record.key for record in composed.records)
+        offer = Offer(keys, "composed", composed.kl, composed.energy)
+        found.append(StoredOffer(offer, tuple(composed.records)))
+    return tuple(found)
+
+
 def _placed(
     library: Library, entries: tuple[WindowEntry, ...], reuse: Reuse, max_kl: float | None
 ) -> tuple[tuple[WindowEntry, ...], Placed]:
@@ -138,7 +117,7 @@ def _placed(
     by_identity = {identity_of(entry): entry for entry in entries}
     bound = AUTO_MAX_KL if max_kl is None and reuse == "auto" else max_kl
     prices: dict[tuple[bytes, tuple[bytes, ...] | frozenset[bytes]], int | None] = {}
-    listing = Listing(library, tuple(by_identity))
+    listing = _Listing(library, tuple(by_identity))
 
     def price(chunk: Identity, before: tuple[Identity, ...]) -> int | None:
         if not before:
@@ -149,7 +128,7 @@ def _placed(
         if (chunk.key, ordered_by) not in prices:
             usable = (
                 sum(record.stored_bytes for record in stored.records)
-                for stored in offers(listing, chunk, before)
+                for stored in offers(listing.find_patch, chunk, before)
                 if refusal(stored.offer, reuse, bound) is None
             )
             prices[chunk.key, ordered_by] = next(usable, None)
@@ -166,3 +145,43 @@ def _placed(
         given_patch_bytes=sum(cost for cost in costs if cost is not None),
     )
     return tuple(by_identity[chunk] for chunk in order), placed
+
+
+class _Listing:
+    """The library's patches of some chunks, listed once: the same answers, for a search that asks after many orders.
+
+    A question for what is not there costs no look into the store, and no question is put to it twice.
+    """
+
+    def __init__(self, library: Library, chunks: Sequence[Identity]) -> None:
+        self._library = library
+        self._stored = {
+            (chunk.key, record.meta["kind"], _named(record.meta["antecedents"], record.meta["kind"]))
+            for chunk in chunks
+            for record in library.store.patches_of(chunk.key, tenant=library.tenant)
+        }
+        self._patches: dict[tuple[bytes, str, tuple[str, ...]], Record | None] = {}
+
+    def has_exact(self, chunk: Identity, antecedents: Sequence[Identity]) -> bool:
+        """Whether there is an exact patch for this order."""
+        return (chunk.key, "exact", tuple(one.id for one in antecedents)) in self._stored
+
+    def find_patch(self, chunk: Identity, antecedents: Sequence[Identity], kind: StoredKind) -> Record | None:
+        """See `kamera_cli.library.Library.find_patch`."""
+        asked = chunk.key, kind, _named((one.id for one in antecedents), kind)
+        if asked not in self._stored:
+            return None
+        if asked not in self._patches:
+            self._patches[asked] = self._library.find_patch(chunk, antecedents, kind)
+        return self._patches[asked]
+
+
+def _named(antecedents: Iterable[str], kind: str) -> tuple[str, ...]:
+    return tuple(sorted(antecedents) if kind == "orbit" else antecedents)
+
+
+def merged(restored: Sequence[LayerPatch], parts: Sequence[Record]) -> LayerPatch | None:
+    """One layer of a chunk's patch from what was read for it."""
+    if not restored:
+        return None
+    return restored[0] if len(restored) == 1 else compose(restored, gain=gain_of(parts))

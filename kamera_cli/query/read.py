@@ -16,7 +16,7 @@ from kamera_cli.model.inputs import Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.operator.patch import LayerPatch
-from kamera_cli.query.offers import merged
+from kamera_cli.query.arrange import merged
 from kamera_cli.results import Stages
 from kamera_store.format.records import Record, TensorBytes
 

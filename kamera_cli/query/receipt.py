@@ -1,14 +1,22 @@
-"""The receipt of an answer: what was used for each chunk, and what a reader has to know."""
+"""What was used for each chunk of an answer, or would be, as commands show it, and what a reader has to know."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from kamera_cli.operator.plan import Plan
-from kamera_cli.query.arrange import Found, full_rank
+from kamera_cli.library import assembly_size, segment_size
+from kamera_cli.operator.plan import Action, Plan
+from kamera_cli.options import QueryOptions
+from kamera_cli.query.arrange import Arranged, Found, arrange
 from kamera_cli.query.read import Reading
-from kamera_cli.results import ChunkReceipt, WindowView
+from kamera_cli.results import ChunkReceipt, PlannedChunk, QueryPlan, WindowView
+from kamera_cli.window import load_window
 from kamera_cli.words import chunks_words
+from kamera_store.format.records import Record
+
+if TYPE_CHECKING:
+    from kamera_cli.context import Context
 
 
 def receipts_of(
@@ -20,7 +28,7 @@ def receipts_of(
         found, chosen.actions, reading.bytes_read, reading.hot_bytes, strict=True
     ):
         parts, offer, entry = chunk.chosen(action), action.offer, chunk.wanted.entry
-        of_parts = full_rank(parts)
+        of_parts = _full_rank(parts)
         cut = of_parts is not None and rank is not None and rank < of_parts
         receipts.append(
             ChunkReceipt(
@@ -74,3 +82,49 @@ def remembered(view: WindowView, found: Sequence[Found], chosen: Plan) -> tuple[
         if link.id not in present
     }
     return tuple(sorted(numbers.get(name, 0) for name in absent))
+
+
+def explain(context: Context, options: QueryOptions) -> QueryPlan:
+    """What a query would use and read; nothing is read or run. See ``Engine.explain``."""
+    view = load_window(context.store, context.tenant, options.window)
+    context.refuse_other_model(view)
+    return _described(arrange(context.library, view, options), options)
+
+
+def _full_rank(records: Sequence[Record]) -> int | None:
+    """Rank of what a patch is made of: of one patch, or of pairs side by side."""
+    ranks = [max(part.meta["ranks"], default=0) for part in records]
+    return sum(ranks) if ranks else None
+
+
+def _described(arranged: Arranged, options: QueryOptions) -> QueryPlan:
+    """The plan as commands show it: what would be used, why nothing better, and the stored bytes to read."""
+    prefilled = arranged.plan.fallback is not None
+    return QueryPlan(
+        window=options.window,
+        reuse=options.reuse,
+        fallback=arranged.plan.fallback,
+        chunks=tuple(
+            _planned(chunk, action, prefilled)
+            for chunk, action in zip(arranged.found, arranged.plan.actions, strict=True)
+        ),
+        placed=arranged.placed,
+    )
+
+
+def _planned(chunk: Found, action: Action, prefilled: bool) -> PlannedChunk:
+    records, offer, entry = chunk.chosen(action), action.offer, chunk.wanted.entry
+    own = segment_size(chunk.record) if prefilled else assembly_size(chunk.record)
+    return PlannedChunk(
+        id=entry.chunk,
+        number=entry.number,
+        name=entry.name,
+        num_tokens=entry.num_tokens,
+        used=action.used,
+        patches=tuple(record.id for record in records),
+        rank=_full_rank(records),
+        energy=None if offer is None else offer.energy,
+        kl=None if offer is None else offer.kl,
+        bytes_to_read=own + sum(record.stored_bytes for record in records),
+        why_not=action.why_not,
+    )
