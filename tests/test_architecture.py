@@ -18,7 +18,7 @@ STORE = ROOT / "store" / "kamera_store"
 PACKAGES = {"kamera_cli": CLI, "kamera_store": STORE}
 
 FACE = {"__main__", "app", "commands", "output"}
-FOUNDATION = {"errors", "media", "options", "results", "settings", "words"}
+FOUNDATION = {"errors", "media", "options", "results", "settings", "trust", "words"}
 LAYERS = (
     FACE,
     {"bench"},
@@ -301,6 +301,18 @@ def test_no_private_attribute_of_another_module_is_used() -> None:
                 continue
             wrong += [f"{where(path)}:{node.lineno} uses {name}" for name in used if name not in known]
     assert not [line for line in wrong if not line.startswith("store/")], "\n".join(wrong)
+
+
+def test_nothing_that_threads_share_is_a_cached_property() -> None:
+    """Since Python 3.12 it takes no lock: two threads that ask first both make the value."""
+    wrong = [
+        f"{where(path)}:{node.lineno}"
+        for module, path in modules().items()
+        if part_of(module) != "bench"
+        for node in nodes(parse(path))
+        if isinstance(node, ast.Attribute | ast.Name | ast.alias) and "cached_property" in ast.unparse(node)
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def prints(node: ast.AST) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -94,7 +93,7 @@ class ModelRunner:
         vision = getattr(self.model.config, "vision_config", None)
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
-    @cached_property
+    @property
     def routes_tokens(self) -> bool:
         """Whether a layer sends each token to a few of its experts, so that a small change can take another way."""
         return any(hasattr(module, "experts") for module in self.model.modules())

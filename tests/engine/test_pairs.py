@@ -26,7 +26,9 @@ def _ingest_passages(engine, folder, count: int, num_words: int = 24) -> None:
 def _offer(engine, chunk: str, antecedents: str):
     """What is offered for one chunk after others, by their numbers."""
     known = {str(entry.number): identity_of(entry) for entry in engine.window().entries}
-    return composed_offer(engine.library.find_patch, known[chunk], tuple(known[number] for number in antecedents))
+    return composed_offer(
+        engine.library.find_patch, known[chunk], tuple(known[number] for number in antecedents)
+    )
 
 
 @pytest.fixture(params=BACKBONES)
