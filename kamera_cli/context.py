@@ -104,6 +104,7 @@ class Context:
         """Release the store; it is opened again by its next use."""
         with self._lock:
             hot, store = self._made.get("hot"), self._made.pop("store", None)
+            self._made.pop("library", None)
         if hot is not None:
             hot.clear()
         if store is not None:
@@ -206,7 +207,7 @@ class Context:
         self.store.put_state(POSITIONS, memory, {"probe": found}, expect="any")
         return found
 
-    @property
+    @once
     def library(self) -> Library:
         """Chunks and patches of this tenant and model in the store; made without loading the model."""
         from kamera_cli.library import Library
