@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
 from kamera_cli.errors import NotFoundError
-from kamera_cli.library import Library
 from kamera_cli.model.generate import Chooser, decode
 from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Plan
 from kamera_cli.options import QueryOptions, checked_question
-from kamera_cli.query.arrange import Found, arrange
+from kamera_cli.query.arrange import Arranged, Found, arrange
 from kamera_cli.query.compare import compare
 from kamera_cli.query.keep import keep_patches, keep_worst
 from kamera_cli.query.read import Reading, Ready, read_and_assemble
@@ -37,19 +37,19 @@ def query(context: Context, question: str, options: QueryOptions) -> QueryResult
     ordered(view, options.names)  # a request that names what is not there fails before a model is loaded
     loading = time.perf_counter()
     context.refuse_other_model(view)
-    runner, library = context.runner, context.library
+    runner = context.runner
     # TTFT counts from the request, without the time of a model that was not in memory yet.
     started = asked + time.perf_counter() - loading
     choose = Chooser(options.temperature, options.seed)
     question_ids = runner.question_ids(question)
     runner.refuse_placeholders(question_ids, "the question")
-    arranged = arrange(library, view, options)
-    found, chosen = arranged.found, arranged.plan
-    _require_fit(context, found, question_ids.numel() + options.max_new_tokens)
-    _require_hits(chosen, found, options)
+    arranged = arrange(context.library, view, options)
+    _require_fit(context, arranged.records, question_ids.numel() + options.max_new_tokens)
+    _require_hits(arranged, options)
     lookup_ms = 1e3 * (time.perf_counter() - started)
 
-    chosen, ready = _prepare(context, library, found, chosen, question_ids, options)
+    arranged, ready = _prepare(context, arranged, question_ids, options)
+    fallback, records = arranged.plan.fallback, arranged.records
     prefilling = time.perf_counter()
     first = choose(ready.logits)
     ttft_ms = 1e3 * (time.perf_counter() - started)
@@ -65,30 +65,22 @@ def query(context: Context, question: str, options: QueryOptions) -> QueryResult
     tpot_ms = 1e3 * (finished - started) / (num_new - 1) - ttft_ms / (num_new - 1) if num_new > 1 else None
 
     kept: tuple[str, ...] = ()
-    if chosen.fallback is not None and options.reuse == "auto":
-        records = [chunk.record for chunk in found]
+    if fallback is not None and options.reuse == "auto":
         kept = keep_patches(
             context, records, ready, question_ids, AUTO_MAX_KL if options.max_kl is None else options.max_kl
         )
         if not options.gives_order:
             update_window(context.store, context.tenant, options.window, reconditioned)
-    context.store.touch(
-        [
-            record.key
-            for chunk, action in zip(found, chosen.actions, strict=True)
-            for record in (chunk.record, *chunk.chosen(action))
-        ]
-    )
+    context.store.touch(record.key for record in chain(records, *arranged.patches))
     total_ms = 1e3 * (time.perf_counter() - started)
     compared = None
     if options.compare:
-        records = found_records(found)
         compared = compare(context, records, question_ids, ready.logits, answer, options.max_new_tokens)
         if options.rank is None:
-            keep_worst(context, found, chosen, compared.kl)
-    receipts = receipts_of(found, chosen, ready.reading, runner.preamble.positions.span, options.rank)
+            keep_worst(context, arranged, compared.kl)
+    receipts = receipts_of(arranged, ready.reading, runner.preamble.positions.span, options.rank)
     num_chunk_tokens = sum(receipt.num_tokens for receipt in receipts)
-    reused = 0 if chosen.fallback is not None else num_chunk_tokens
+    reused = 0 if fallback is not None else num_chunk_tokens
     return QueryResult(
         question=question,
         answer=answer.text,
@@ -98,7 +90,7 @@ def query(context: Context, question: str, options: QueryOptions) -> QueryResult
         device=str(runner.device),
         dtype=context.dtype_name,
         model=context.checkpoint.label,
-        fallback=chosen.fallback,
+        fallback=fallback,
         ttft_ms=ttft_ms,
         stages=stages,
         chunks=receipts,
@@ -109,39 +101,35 @@ def query(context: Context, question: str, options: QueryOptions) -> QueryResult
         tpot_ms=tpot_ms,
         patches_kept=kept,
         placed=arranged.placed,
-        remembered=remembered(view, found, chosen),
+        remembered=remembered(view, arranged),
         warnings=warnings_of(receipts, is_routed=runner.routes_tokens and not options.compare),
         compare=compared,
     )
 
 
-def found_records(found: Sequence[Found]) -> list[Record]:
-    """Chunk records in prompt order."""
-    return [chunk.record for chunk in found]
-
-
-def _require_fit(context: Context, found: Sequence[Found], num_more: int) -> None:
+def _require_fit(context: Context, records: Sequence[Record], num_more: int) -> None:
     length = (
-        context.runner.preamble.positions.span + sum(chunk.record.meta["span"] for chunk in found) + num_more
+        context.runner.preamble.positions.span + sum(record.meta["span"] for record in records) + num_more
     )
     context.require_context(length, "chunks, question and answer together")
 
 
-def _require_hits(chosen: Plan, found: Sequence[Found], options: QueryOptions) -> None:
+def _require_hits(arranged: Arranged, options: QueryOptions) -> None:
     """Refuse what would not be reused, under ``--require-hit`` and ``--reuse patched``."""
+    found, fallback = arranged.found, arranged.plan.fallback
     order = [chunk.wanted.entry.number for chunk in found]
     misses = [
         (chunk.wanted.entry.number, action.why_not)
-        for chunk, action in zip(found, chosen.actions, strict=True)
+        for chunk, action in arranged.chosen
         if action.why_not is not None
     ]
     asked = (
         "--require-hit" if options.require_hit else "--reuse patched" if options.reuse == "patched" else None
     )
-    if asked is None or not (misses or chosen.fallback is not None):
+    if asked is None or not (misses or fallback is not None):
         return
     if not misses:
-        raise NotFoundError(f"{asked}: not everything can be reused ({chosen.fallback})")
+        raise NotFoundError(f"{asked}: not everything can be reused ({fallback})")
     orphaned = [chunk.wanted.entry.number for chunk in found if chunk.wanted.antecedents is None]
     what = (
         f"{chunks_words(orphaned)} took something in from a purged chunk; "
@@ -153,23 +141,18 @@ def _require_hits(chosen: Plan, found: Sequence[Found], options: QueryOptions) -
 
 
 def _prepare(
-    context: Context,
-    library: Library,
-    found: Sequence[Found],
-    chosen: Plan,
-    question_ids: torch.Tensor,
-    options: QueryOptions,
-) -> tuple[Plan, Ready]:
+    context: Context, arranged: Arranged, question_ids: torch.Tensor, options: QueryOptions
+) -> tuple[Arranged, Ready]:
     """Assemble as planned, or prefill; what cannot be read after all turns ``auto`` into a prefill."""
-    if chosen.fallback is None:
+    if arranged.plan.fallback is None:
         try:
-            return chosen, _reused(context, library, found, chosen, question_ids, options.rank)
+            return arranged, _reused(context, arranged, question_ids, options.rank)
         except (DamagedError, MissingRecordError) as error:
             if options.reuse != "auto" or options.require_hit:
                 raise
             context.warn(f"{error}; answering from a prefill instead")
-            chosen = _without(found, error)
-    return chosen, _prefilled(context, library, found, question_ids)
+            arranged = replace(arranged, plan=_without(arranged.found, error))
+    return arranged, _prefilled(context, arranged.records, question_ids)
 
 
 def _without(found: Sequence[Found], error: DamagedError | MissingRecordError) -> Plan:
@@ -177,25 +160,16 @@ def _without(found: Sequence[Found], error: DamagedError | MissingRecordError) -
     why: WhyNot = "damaged" if isinstance(error, DamagedError) else "no_patch"
     fallback = "a stored chunk or patch is damaged" if why == "damaged" else "a patch was evicted meanwhile"
     blamed = [
-        any(error.key in (chunk.record.key, *stored.offer.keys) for stored in chunk.patches)
-        or error.key == chunk.record.key
+        any(error.key in stored.offer.keys for stored in chunk.patches) or error.key == chunk.record.key
         for chunk in found
     ]
     return Plan(tuple(Action("prefilled", why_not=why if blame else None) for blame in blamed), fallback)
 
 
-def _reused(
-    context: Context,
-    library: Library,
-    found: Sequence[Found],
-    chosen: Plan,
-    question_ids: torch.Tensor,
-    rank: int | None,
-) -> Ready:
+def _reused(context: Context, arranged: Arranged, question_ids: torch.Tensor, rank: int | None) -> Ready:
     """Stored KV and patches become a cache (`read_and_assemble`); the model runs over the question alone."""
     runner = context.runner
-    patches = [chunk.chosen(action) for chunk, action in zip(found, chosen.actions, strict=True)]
-    cache, end, reading = read_and_assemble(runner, library, found_records(found), patches, rank)
+    cache, end, reading = read_and_assemble(runner, context.library, arranged.records, arranged.patches, rank)
     started = time.perf_counter()
     logits = runner.extend(
         cache, runner.embed(question_ids), runner.positions_from(end, question_ids.numel())
@@ -205,14 +179,12 @@ def _reused(
     return Ready(cache, logits, end + question_ids.numel(), replace(reading, stages=stages))
 
 
-def _prefilled(
-    context: Context, library: Library, found: Sequence[Found], question_ids: torch.Tensor
-) -> Ready:
+def _prefilled(context: Context, records: Sequence[Record], question_ids: torch.Tensor) -> Ready:
     """The language model runs over everything, from stored embeddings; the vision tower does not run."""
-    runner = context.runner
+    runner, library = context.runner, context.library
     started = time.perf_counter()
-    sizes = [library.segment_bytes(chunk.record) for chunk in found]
-    segments = [library.segment(chunk.record) for chunk in found]
+    sizes = [library.segment_bytes(record) for record in records]
+    segments = [library.segment(record) for record in records]
     runner.synchronize()
     read = time.perf_counter()
     whole = [runner.preamble, *segments, runner.text_segment(question_ids)]

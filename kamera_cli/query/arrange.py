@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kamera_cli.errors import NotFoundError
-from kamera_cli.library import FindPatch, Library, StoredKind
+from kamera_cli.library import FindPatch, Library, StoredKind, require_record
 from kamera_cli.operator.compose import compose
 from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.placement import best_order
@@ -49,6 +48,21 @@ class Arranged:
     plan: Plan
     placed: Placed | None = None
 
+    @property
+    def records(self) -> list[Record]:
+        """The chunks."""
+        return [chunk.record for chunk in self.found]
+
+    @property
+    def chosen(self) -> list[tuple[Found, Action]]:
+        """Each chunk with what is done for it."""
+        return list(zip(self.found, self.plan.actions, strict=True))
+
+    @property
+    def patches(self) -> list[tuple[Record, ...]]:
+        """What is read for the patch of each chunk: nothing, one patch, or pairs."""
+        return [chunk.chosen(action) for chunk, action in self.chosen]
+
 
 def arrange(library: Library, view: WindowView, options: QueryOptions) -> Arranged:
     """Look up what there is and decide.
@@ -69,14 +83,9 @@ def arrange(library: Library, view: WindowView, options: QueryOptions) -> Arrang
 
 
 def _find(library: Library, chunk: Conditioned) -> Found:
-    record = library.find_chunk(chunk.entry)
-    if record is None:
-        raise NotFoundError(
-            f"chunk {chunk.entry.number} ({chunk.entry.name}) is no longer in the store; ingest its source again"
-        )
-    patches = (
-        offers(library.find_patch, identity_of(chunk.entry), chunk.antecedents) if chunk.antecedents else ()
-    )
+    identity, entry = identity_of(chunk.entry), chunk.entry
+    record = require_record(library, identity, f"{entry.number} ({entry.name})")
+    patches = offers(library.find_patch, identity, chunk.antecedents) if chunk.antecedents else ()
     return Found(chunk, record, patches)
 
 

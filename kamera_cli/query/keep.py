@@ -18,12 +18,12 @@ import torch
 from kamera_cli.library import Library, NewPatch
 from kamera_cli.model.generate import next_token_kl
 from kamera_cli.operator.patch import LayerPatch, form
-from kamera_cli.operator.plan import AUTO_MAX_KL, Offer, Plan, refusal
+from kamera_cli.operator.plan import AUTO_MAX_KL, Offer, refusal
 from kamera_cli.operator.ranks import proven_energy
 from kamera_cli.patches.measure import Part, probe_logits
 from kamera_cli.patches.request import PatchOptions
 from kamera_cli.patches.worth import layer_worth
-from kamera_cli.query.arrange import Found
+from kamera_cli.query.arrange import Arranged, Found
 from kamera_cli.query.read import Ready
 from kamera_cli.window import Chain, identity_of
 from kamera_cli.words import format_number
@@ -145,7 +145,7 @@ def _stored(context: Context, library: Library, patches: Sequence[NewPatch]) -> 
     return tuple(kept)
 
 
-def keep_worst(context: Context, found: Sequence[Found], chosen: Plan, kl: float) -> None:
+def keep_worst(context: Context, arranged: Arranged, kl: float) -> None:
     """Raise the stated KL of the exact and orbit patches that an answer used to what was measured on its question.
 
     Nothing is done where the comparison says nothing of the patches: chunks that keep what they took in elsewhere are
@@ -156,16 +156,11 @@ def keep_worst(context: Context, found: Sequence[Found], chosen: Plan, kl: float
     kl : float
         Next-token KL in nats to a prefill of the same chunks in the same order.
     """
-    if not _in_order(found) or any(
-        action.used in ("blind", "composed", "prefilled") for action in chosen.actions
-    ):
+    used = {action.used for action in arranged.plan.actions}
+    if not _in_order(arranged.found) or used & {"blind", "composed", "prefilled"}:
         return
-    used = [
-        chunk.chosen(action)[-1]
-        for chunk, action in zip(found, chosen.actions, strict=True)
-        if action.used in ("exact", "orbit")
-    ]
-    if _raise_stated(context, context.library, used, kl) and kl > AUTO_MAX_KL:
+    patches = [records[-1] for records in arranged.patches if records]
+    if _raise_stated(context, context.library, patches, kl) and kl > AUTO_MAX_KL:
         context.warn(
             f"on this question the KL is {format_number(kl)}, above {AUTO_MAX_KL:g}: its patches state that from now "
             "on, and --reuse auto forms finer ones"

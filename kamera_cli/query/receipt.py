@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kamera_cli.library import assembly_size, segment_size
-from kamera_cli.operator.plan import Action, Plan
+from kamera_cli.operator.plan import Action
 from kamera_cli.options import QueryOptions
 from kamera_cli.query.arrange import Arranged, Found, arrange
 from kamera_cli.query.read import Reading
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def receipts_of(
-    found: Sequence[Found], chosen: Plan, reading: Reading, start: int, rank: int | None
+    arranged: Arranged, reading: Reading, start: int, rank: int | None
 ) -> tuple[ChunkReceipt, ...]:
     """What was used for each chunk, in prompt order; ``start`` is the position of the first one."""
     offset, receipts = start, []
-    for chunk, action, bytes_read, hot_bytes in zip(
-        found, chosen.actions, reading.bytes_read, reading.hot_bytes, strict=True
+    for (chunk, action), bytes_read, hot_bytes in zip(
+        arranged.chosen, reading.bytes_read, reading.hot_bytes, strict=True
     ):
         parts, offer, entry = chunk.chosen(action), action.offer, chunk.wanted.entry
         of_parts = _full_rank(parts)
@@ -70,13 +70,13 @@ def warnings_of(receipts: Sequence[ChunkReceipt], *, is_routed: bool) -> tuple[s
     return tuple(found)
 
 
-def remembered(view: WindowView, found: Sequence[Found], chosen: Plan) -> tuple[int, ...]:
+def remembered(view: WindowView, arranged: Arranged) -> tuple[int, ...]:
     """Numbers of chunks that are not in the prompt, of which a patch restores what its chunk took in."""
-    present = {chunk.wanted.entry.chunk for chunk in found}
+    present = {chunk.wanted.entry.chunk for chunk in arranged.found}
     numbers = {entry.chunk: entry.number for entry in view.evicted}
     absent = {
         link.id
-        for chunk, action in zip(found, chosen.actions, strict=True)
+        for chunk, action in arranged.chosen
         if action.offer is not None
         for link in chunk.wanted.antecedents or ()
         if link.id not in present
@@ -104,10 +104,7 @@ def _described(arranged: Arranged, options: QueryOptions) -> QueryPlan:
         window=options.window,
         reuse=options.reuse,
         fallback=arranged.plan.fallback,
-        chunks=tuple(
-            _planned(chunk, action, prefilled)
-            for chunk, action in zip(arranged.found, arranged.plan.actions, strict=True)
-        ),
+        chunks=tuple(_planned(chunk, action, prefilled) for chunk, action in arranged.chosen),
         placed=arranged.placed,
     )
 
