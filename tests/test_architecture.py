@@ -361,13 +361,35 @@ def test_the_store_folder_is_no_package_of_its_own() -> None:
     assert not (ROOT / "store" / "__init__.py").exists()
 
 
-LOADED = """
+HEAVY = """
+import sys
+heavy = sorted({name.split(".")[0] for name in sys.modules} & {"torch", "transformers", "torchvision", "av", "PIL"})
+sys.stderr.write(f"heavy={heavy}")
+"""
+LOADED = f"""
 import sys
 from kamera_cli.app import run
-code = run(sys.argv[1:])
-heavy = sorted({name.split(".")[0] for name in sys.modules} & {"torch", "transformers", "torchvision", "av", "PIL"})
-sys.stderr.write(f"code={code} heavy={heavy}")
+sys.stderr.write(f"code={{run(sys.argv[1:])}} ")
+{HEAVY}
 """
+
+
+def start(code: str, *arguments: str, **variables: str) -> str:
+    """What a fresh interpreter says on its error stream."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KAMERA_")}
+    environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'store'}", **variables}
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        check=False, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return ran.stderr
+
+
+def test_making_an_engine_loads_no_torch(tmp_path: Path) -> None:
+    code = (
+        f"from kamera_cli import Engine, Settings, Window\nEngine(Settings()).open_window('notes')\n{HEAVY}"
+    )
+    assert start(code, KAMERA_STORE=str(tmp_path / "store")).endswith("heavy=[]")
 
 
 @pytest.mark.parametrize(
@@ -385,18 +407,6 @@ sys.stderr.write(f"code={code} heavy={heavy}")
     ids=" ".join,
 )
 def test_help_and_store_commands_load_no_torch(arguments: list[str], tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KAMERA_")}
-    environment |= {
-        "KAMERA_STORE": str(tmp_path / "store"),
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'store'}",
-    }
-    ran = subprocess.run(
-        [sys.executable, "-c", LOADED, *arguments],
-        check=False,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "heavy=[]" in ran.stderr, ran.stderr
-    assert f"code={3 if arguments[0] in ('stats', 'ls', 'verify') else 0}" in ran.stderr, ran.stderr
+    said = start(LOADED, *arguments, KAMERA_STORE=str(tmp_path / "store"))
+    assert "heavy=[]" in said, said
+    assert f"code={3 if arguments[0] in ('stats', 'ls', 'verify') else 0}" in said, said

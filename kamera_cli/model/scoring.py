@@ -6,6 +6,7 @@ each starts at the same position, so the logits are those of as many separate pr
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ places far apart are better asked apart."""
 
 _STACKED_TOKENS = 2**14
 """Most tokens of caches that share a forward; it needs a copy of them."""
+
+_SWITCHING = threading.Lock()
+"""Held while a decoder's attention is switched over."""
 
 
 @dataclass(frozen=True)
@@ -275,9 +279,11 @@ def _forward(
 def _dense_attention(decoder: torch.nn.Module) -> Iterator[None]:
     """SDPA inside the block: flash-attn takes no mask of one's own."""
     config = decoder.config
-    before = config._attn_implementation
-    config._attn_implementation = "sdpa"
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    # One thread at a time: another would take this one's SDPA for what is to be restored.
+    with _SWITCHING:
+        before = config._attn_implementation
+        config._attn_implementation = "sdpa"
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
