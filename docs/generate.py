@@ -4,8 +4,8 @@
     python docs/generate.py measured              one of them
     python docs/generate.py record SUITE...       keep what the documents need of a run of `kamera bench`
 
-`record` takes ``--from bench.json --command "kamera bench ..."`` for a run that was made already; without it the suite
-is run with the options that follow ``--``.
+`record` takes ``--from bench.json`` for a run that was made already; without it the suites are run, with the options
+that follow ``--``.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ def main(argv: list[str] | None = None) -> None:
         "names", nargs="*", metavar="NAME", help=f"{', '.join(DOCUMENTS)}; or record and suites"
     )
     arguments.add_argument("--from", dest="source", type=Path, metavar="JSON", help="bench.json of a run")
-    arguments.add_argument("--command", help="how that run was started")
-    given, options = arguments.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    own, options = (
+        (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    )
+    given = arguments.parse_args(own)
     wanted = given.names or list(DOCUMENTS)
     if wanted[0] == "record":
-        measured_tables.record(
-            wanted[1:], given.source, given.command, [one for one in options if one != "--"]
-        )
+        measured_tables.record(wanted[1:], given.source, options)
         wanted = ["measured"]
     for name in wanted:
         for path, text in DOCUMENTS[name]().items():

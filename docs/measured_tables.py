@@ -46,7 +46,7 @@ _DROPPED = {
 # Recording
 
 
-def record(suites: Sequence[str], source: Path | None, command: str | None, options: Sequence[str]) -> None:
+def record(suites: Sequence[str], source: Path | None, options: Sequence[str]) -> None:
     """Keep some suites of a run, made now or found in ``source``.
 
     Parameters
@@ -55,21 +55,17 @@ def record(suites: Sequence[str], source: Path | None, command: str | None, opti
         Those to keep; none for all of the run.
     source : Path or None
         A ``bench.json``; None to run the suites now, with ``options``.
-    command : str or None
-        How the run in ``source`` was started.
     """
-    if source is None:
-        with tempfile.TemporaryDirectory() as folder:
-            asked = ["bench", *suites, *options]
-            subprocess.run([sys.executable, "-m", "kamera_cli", *asked, "--out", folder], check=True)
-            _keep(Path(folder) / "bench.json", " ".join(["kamera", *asked]), suites)
-    elif command is None:
-        raise SystemExit("--from needs --command: the tables say how each run was started")
-    else:
-        _keep(source, command, suites)
+    if source is not None:
+        _keep(source, suites)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        asked = ["bench", *suites, *options, "--out", folder]
+        subprocess.run([sys.executable, "-m", "kamera_cli", *asked], check=True)
+        _keep(Path(folder) / "bench.json", suites)
 
 
-def _keep(source: Path, command: str, suites: Sequence[str]) -> None:
+def _keep(source: Path, suites: Sequence[str]) -> None:
     run = json.loads(source.read_text(encoding="utf-8"))
     machine = run["environment"]
     FOLDER.mkdir(exist_ok=True)
@@ -77,7 +73,7 @@ def _keep(source: Path, command: str, suites: Sequence[str]) -> None:
         data = run["suites"][suite]
         kept = {
             "suite": suite,
-            "command": command,
+            "command": command_of(suite, machine["arguments"]),
             **{name: machine[name] for name in ("date", "version", "commit")},
             "seed": run["seed"],
             "environment": {name: machine[name] for name in KEPT_OF_MACHINE},
@@ -85,6 +81,16 @@ def _keep(source: Path, command: str, suites: Sequence[str]) -> None:
         }
         name = suite if data.get("geometry", "tiny") == "tiny" else f"{suite}-{data['geometry']}"
         (FOLDER / f"{name}.json").write_text(_compact(kept), encoding="utf-8")
+
+
+def command_of(suite: str, arguments: Json) -> str:
+    """The command line that measures one suite of a run again; options at their defaults are left out."""
+    words = ["kamera bench", suite]
+    for name, value in arguments.items():
+        if name != "suites" and value not in (None, [], 0, "auto", "kamera-tiny"):
+            given = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            words.append(f"--{name} {given}")
+    return " ".join(words)
 
 
 def _compact(value: Json) -> str:
