@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Used = Literal["exact", "orbit", "composed", "canonical", "blind", "prefilled"]
+Outcome = Literal["encoded", "found", "planned"]
 WhyNot = Literal["no_patch", "max_kl", "low_energy", "damaged"]
+
+
+NOT_IN_JSON = {"json": None}
+"""Metadata of a field that JSON tells in another way; see `kamera_cli.words.to_json`."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class IngestedChunk:
     id: str
     name: str
     number: int
-    outcome: Literal["encoded", "found", "planned"]
+    outcome: Outcome
     num_tokens: int
     raw_bytes: int
     stored_bytes: int
@@ -73,7 +78,22 @@ class IngestResult:
 
     @property
     def chunks(self) -> tuple[IngestedChunk, ...]:
+        """Those of all sources."""
         return tuple(chunk for source in self.sources for chunk in source.chunks)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many chunks came to which outcome."""
+        found = [chunk.outcome for chunk in self.chunks]
+        return {outcome: found.count(outcome) for outcome in get_args(Outcome)}
+
+    def extra_json(self) -> dict[str, object]:
+        """See `kamera_cli.words.to_json`."""
+        return {
+            "counts": self.counts,
+            "raw_bytes": sum(chunk.raw_bytes for chunk in self.chunks),
+            "stored_bytes": sum(chunk.stored_bytes for chunk in self.chunks),
+        }
 
 
 @dataclass(frozen=True)
@@ -177,6 +197,10 @@ class CompileResult:
     learn_ms: float = 0.0
     composed: tuple[ComposedBound, ...] = ()
 
+    def extra_json(self) -> dict[str, object]:
+        """See `kamera_cli.words.to_json`."""
+        return {"patch_bytes": sum(patch.patch_bytes for patch in self.patches)}
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -252,7 +276,7 @@ class ChunkReceipt:
 
 @dataclass(frozen=True)
 class Stages:
-    """Time of each stage up to the first token id on the host, in ms (design §4, ``cli.md``)."""
+    """Time of each stage up to the first token id on the host, in ms."""
 
     lookup: float = 0.0
     read: float = 0.0
@@ -306,9 +330,9 @@ class QueryResult:
     ttft_ms: float
     stages: Stages
     chunks: tuple[ChunkReceipt, ...]
-    reused_tokens: int
-    prefilled_tokens: int
-    new_tokens: int
+    reused_tokens: int = field(metadata=NOT_IN_JSON)
+    prefilled_tokens: int = field(metadata=NOT_IN_JSON)
+    new_tokens: int = field(metadata=NOT_IN_JSON)
     total_ms: float
     tpot_ms: float | None
     patches_kept: tuple[str, ...] = ()
@@ -317,14 +341,25 @@ class QueryResult:
     placed: Placed | None = None
     remembered: tuple[int, ...] = ()
 
+    def extra_json(self) -> dict[str, object]:
+        """See `kamera_cli.words.to_json`."""
+        return {
+            "tokens": {
+                "reused": self.reused_tokens,
+                "prefilled": self.prefilled_tokens,
+                "new": self.new_tokens,
+            },
+            "why_not": {chunk.id: chunk.why_not for chunk in self.chunks if chunk.why_not is not None},
+        }
+
 
 @dataclass(frozen=True)
 class WindowEntry:
     """A chunk in a window: stable number, chunk key and SHA-256 (hex), and the chunk keys it is conditioned on."""
 
     number: int
-    chunk: str
-    digest: str
+    chunk: str = field(metadata={"json": "id"})
+    digest: str = field(metadata=NOT_IN_JSON)
     name: str
     num_tokens: int
     conditioned_on: tuple[str, ...] = ()
@@ -367,6 +402,10 @@ class EvictResult:
     purged_patches: tuple[str, ...] = ()
     patch_bytes: int = 0
 
+    def extra_json(self) -> dict[str, object]:
+        """See `kamera_cli.words.to_json`."""
+        return {"window": self.window.name, "chunks": self.window.entries}
+
 
 @dataclass(frozen=True)
 class RecallResult:
@@ -383,6 +422,10 @@ class RecallResult:
     total_ms: float
     repaired: tuple[int, ...] = ()
     repaired_patches: tuple[str, ...] = ()
+
+    def extra_json(self) -> dict[str, object]:
+        """See `kamera_cli.words.to_json`."""
+        return {"window": self.window.name, "chunks": self.window.entries}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import re
 import shlex
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,33 @@ WHY_NOT_WORDS = {
 """What people read for a `kamera_cli.results.WhyNot`; programs get the code."""
 
 
+def to_json(result: object) -> dict[str, object]:
+    """The fields of a result as JSON has them.
+
+    A field goes by its own name, or by the one in its metadata under ``json``, where None leaves it out; seconds become
+    ms. A result's ``extra_json`` adds what is derived from the fields.
+
+    Parameters
+    ----------
+    result : dataclass instance
+    """
+    assert is_dataclass(result) and not isinstance(result, type), "results are dataclasses"
+    named = ((each.metadata.get("json", each.name), getattr(result, each.name)) for each in fields(result))
+    document = dict(in_ms(name, value) for name, value in named if name is not None)
+    return document | (result.extra_json() if hasattr(result, "extra_json") else {})
+
+
+def in_ms(name: str, value: object) -> tuple[str, object]:
+    """A field of seconds, ``*_s``, as one of ms, ``*_ms``; any other field as it is."""
+    if name.endswith("_s") and (value is None or isinstance(value, (int, float))):
+        return f"{name[:-2]}_ms", None if value is None else value * 1000
+    return name, value
+
+
 def strict_json(value: object) -> object:
     """``value`` with only what strict JSON has: NaN and infinities become null, bad UTF-8 becomes ``\\xff``."""
+    if is_dataclass(value):
+        return strict_json(to_json(value))
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, (str, PurePath)):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from kamera_cli.commands.session import Session, command
 from kamera_cli.words import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from kamera_store import CompactReport
 
 
@@ -23,21 +20,11 @@ def compact(session: Session) -> None:
     """
     with session.store(read_only=False) as store, session.output.working():
         report = store.compact()
-    session.output.result("compact", compact_payload(report), lambda: compact_view(report))
+    session.output.result("compact", report, lambda: [compact_line(report)])
 
 
-def compact_payload(report: CompactReport) -> dict[str, int]:
-    """The fields of ``kamera.compact.v1``."""
-    return {"before_bytes": report.before_bytes, "after_bytes": report.after_bytes}
-
-
-def compact_view(report: CompactReport) -> Iterable[RenderableType]:
-    """What people see."""
-    yield compact_line(compact_payload(report))
-
-
-def compact_line(sizes: Mapping[str, int]) -> str:
+def compact_line(report: CompactReport) -> str:
     """``file 1.0 MiB → 8.0 KiB, 1016.0 KiB given back to the disk``."""
-    before, after = sizes["before_bytes"], sizes["after_bytes"]
+    before, after = report.before_bytes, report.after_bytes
     given_back = format_bytes(max(before - after, 0))
     return f"file {format_bytes(before)} → {format_bytes(after)}, {given_back} given back to the disk"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,53 +87,12 @@ def compile_patches(
     )
     with session.engine() as engine:
         result = engine.compile_patches(options=options)
-    session.output.result("compile-patches", payload(result), lambda: view(result))
+    session.output.result("compile-patches", result, lambda: view(result))
 
 
 def parse_rank(text: str) -> int | str:
     """A whole number as one; anything else is left for `CompileOptions` to judge."""
     return int(text) if text.isascii() and text.isdigit() else text
-
-
-def payload(result: CompileResult) -> dict[str, object]:
-    """The fields of ``kamera.compile-patches.v1``."""
-    return {
-        "window": result.window,
-        "kind": result.kind,
-        "patches": [
-            {
-                "id": patch.id,
-                "chunk": patch.chunk,
-                "chunk_number": patch.chunk_number,
-                "antecedents": patch.antecedents,
-                "antecedent_numbers": patch.antecedent_numbers,
-                "outcome": patch.outcome,
-                "ranks": patch.ranks,
-                "split": patch.split,
-                "energy": patch.energy,
-                "energy_weighted": patch.energy_weighted,
-                "energy_in_orders": patch.energy_in_orders,
-                "kl": patch.kl,
-                "kl_blind": patch.kl_blind,
-                "patch_bytes": patch.patch_bytes,
-                "chunk_kv_bytes": patch.chunk_kv_bytes,
-                "form_ms": patch.form_ms,
-                "why_not": patch.why_not,
-                "replaced": None if patch.replaced is None else dataclasses.asdict(patch.replaced),
-            }
-            for patch in result.patches
-        ],
-        "composed": [dataclasses.asdict(bound) for bound in result.composed],
-        "survivors": result.survivors,
-        "kl_kept": result.kl_kept,
-        "kl_removed": result.kl_removed,
-        "patch_bytes": sum(patch.patch_bytes for patch in result.patches),
-        "prefill_ms": result.prefill_ms,
-        "measure_ms": result.measure_ms,
-        "learn_ms": result.learn_ms,
-        "form_ratio": result.form_ratio,
-        "total_ms": result.total_ms,
-    }
 
 
 def view(result: CompileResult) -> Iterable[RenderableType]:

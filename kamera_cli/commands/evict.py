@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kamera_cli.commands.compact import compact_line, compact_payload
+from kamera_cli.commands.compact import compact_line
 from kamera_cli.commands.evict_store import evict_from_store, plan_payload, plan_view
-from kamera_cli.commands.recall import entry_payload, named, order_line
+from kamera_cli.commands.recall import named, order_line
 from kamera_cli.commands.session import (
     ChunksArgument,
     DryRunOption,
@@ -65,7 +65,7 @@ def evict(
         with session.engine() as engine:
             result = engine.evict(options=options)
         report = finish(session, compact=compact and not dry_run)
-        session.output.result("evict", window_payload(result) | report, lambda: window_view(result, report))
+        session.output.result("evict", result, lambda: window_view(result, report), **report)
         return
     if not (store_wide or compact):
         raise UsageError("say what to evict: chunks, --oldest N, --to BYTES or --older-than TIME")
@@ -86,23 +86,9 @@ def finish(session: Session, *, compact: bool) -> dict[str, object]:
     with session.store(read_only=not compact) as store:
         if compact:
             with session.output.working():
-                report["compact"] = compact_payload(store.compact())
+                report["compact"] = store.compact()
         state = store.stats()
     return report | {"file_bytes": state.file_bytes, "free_inside_bytes": state.free_inside_bytes}
-
-
-def window_payload(result: EvictResult) -> dict[str, object]:
-    """The fields of ``kamera.evict.v1`` for chunks of a window."""
-    return {
-        "window": result.window.name,
-        "dry_run": result.dry_run,
-        "evicted": [entry_payload(entry) for entry in result.evicted],
-        "chunks": [entry_payload(entry) for entry in result.window.entries],
-        "purged": result.purged,
-        "purged_patches": result.purged_patches,
-        "patch_bytes": result.patch_bytes,
-        "freed_bytes": result.freed_bytes,
-    }
 
 
 def window_view(result: EvictResult, report: Mapping[str, object]) -> Iterable[RenderableType]:

@@ -69,7 +69,7 @@ def ingest(
     with session.engine(creates_store=True) as engine:
         result = engine.ingest(sources, options)
     if result.sources or session.output.json_mode:
-        session.output.result("ingest", payload(result), lambda: view(result))
+        session.output.result("ingest", result, lambda: view(result))
     report_failures(session, result, partial=partial)
 
 
@@ -100,33 +100,6 @@ def failure_line(failure: SourceFailure) -> str:
     return failure.reason if failure.path in failure.reason else f"{failure.path}: {failure.reason}"
 
 
-def payload(result: IngestResult) -> dict[str, object]:
-    """The fields of ``kamera.ingest.v1``."""
-    return {
-        "window": result.window,
-        "dry_run": result.dry_run,
-        "sources": [
-            {
-                "path": source.path,
-                "kind": source.kind,
-                "from_index": source.from_index,
-                "notes": source.notes,
-                "decode_ms": source.decode_ms,
-                "encode_ms": source.encode_ms,
-                "prefill_ms": source.prefill_ms,
-                "write_ms": source.write_ms,
-                "chunks": [_chunk_payload(chunk) for chunk in source.chunks],
-            }
-            for source in result.sources
-        ],
-        "failures": [{"path": failure.path, "reason": failure.reason} for failure in result.failures],
-        "counts": _outcomes(result),
-        "raw_bytes": sum(chunk.raw_bytes for chunk in result.chunks),
-        "stored_bytes": sum(chunk.stored_bytes for chunk in result.chunks),
-        "total_ms": result.total_ms,
-    }
-
-
 def view(result: IngestResult) -> Iterable[RenderableType]:
     """What people see."""
     for source in result.sources:
@@ -149,28 +122,9 @@ def view(result: IngestResult) -> Iterable[RenderableType]:
             for chunk in result.chunks
         ),
     )
-    outcomes = ", ".join(f"{number} {outcome}" for outcome, number in _outcomes(result).items() if number)
+    outcomes = ", ".join(f"{number} {outcome}" for outcome, number in result.counts.items() if number)
     where = "nothing was written" if result.dry_run else f"window {display(result.window)}"
     yield f"{count(len(result.chunks), 'chunk')} ({outcomes or 'none'}) in {format_ms(result.total_ms)}; {where}"
-
-
-def _chunk_payload(chunk: IngestedChunk) -> dict[str, object]:
-    return {
-        "id": chunk.id,
-        "number": chunk.number,
-        "name": chunk.name,
-        "outcome": chunk.outcome,
-        "num_tokens": chunk.num_tokens,
-        "raw_bytes": chunk.raw_bytes,
-        "stored_bytes": chunk.stored_bytes,
-        "start_ms": None if chunk.start_s is None else chunk.start_s * 1000,
-        "end_ms": None if chunk.end_s is None else chunk.end_s * 1000,
-    }
-
-
-def _outcomes(result: IngestResult) -> dict[str, int]:
-    found = [chunk.outcome for chunk in result.chunks]
-    return {outcome: found.count(outcome) for outcome in ("encoded", "found", "planned")}
 
 
 def _source_line(source: IngestedSource) -> str:

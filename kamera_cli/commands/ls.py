@@ -66,11 +66,10 @@ def payload(
     document: dict[str, object] = {
         "tenant": tenant,
         "windows": [
-            {"name": view.name, "fingerprint": view.fingerprint, "chunks": [vars(chunk) for chunk in chunks]}
-            for view, chunks in listed
+            {"name": view.name, "fingerprint": view.fingerprint, "chunks": chunks} for view, chunks in listed
         ],
     }
-    return document if loose is None else document | {"in_no_window": [vars(chunk) for chunk in loose]}
+    return document if loose is None else document | {"in_no_window": loose}
 
 
 def view_all(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,12 +12,10 @@ from kamera_cli.errors import UsageError
 from kamera_cli.options import DEFAULT_WINDOW, QueryOptions, Reuse, checked_question
 from kamera_cli.results import (
     ChunkReceipt,
-    Comparison,
     Placed,
     PlannedChunk,
     QueryPlan,
     QueryResult,
-    Stages,
 )
 from kamera_cli.words import (
     WHY_NOT_WORDS,
@@ -44,7 +41,6 @@ USED_WORDS = {
     "blind": "as stored, unpatched",
     "prefilled": "computed anew",
 }
-STAGES = ("lookup", "read", "decompress", "transfer", "assemble", "prefill")
 
 
 @command
@@ -126,7 +122,7 @@ def query(
             planned = engine.explain(options)
         session.output.result(
             "query-plan",
-            dataclasses.asdict(planned),
+            planned,
             lambda: plan_view(planned, given_order=options.gives_order),
         )
         return
@@ -135,7 +131,7 @@ def query(
         result = engine.query(question, options)
     for warning in result.warnings:
         session.output.warn(warning)
-    session.output.result("query", payload(result), lambda: view(result))
+    session.output.result("query", result, lambda: view(result))
 
 
 def parse_order(text: str | None) -> list[str] | None:
@@ -152,37 +148,6 @@ def parse_order(text: str | None) -> list[str] | None:
     if not all(items):
         raise UsageError(f"--chunks {text!r} has an empty item; write for instance 3,1,2")
     return items
-
-
-def payload(result: QueryResult) -> dict[str, object]:
-    """The fields of ``kamera.query.v1``."""
-    return {
-        "question": result.question,
-        "answer": result.answer,
-        "window": result.window,
-        "reuse": result.reuse,
-        "fallback": result.fallback,
-        "model": result.model,
-        "device": result.device,
-        "dtype": result.dtype,
-        "attention": result.attention,
-        "ttft_ms": result.ttft_ms,
-        "tpot_ms": result.tpot_ms,
-        "total_ms": result.total_ms,
-        "stages": _stages_payload(result.stages),
-        "chunks": [_chunk_payload(chunk) for chunk in result.chunks],
-        "tokens": {
-            "reused": result.reused_tokens,
-            "prefilled": result.prefilled_tokens,
-            "new": result.new_tokens,
-        },
-        "why_not": {chunk.id: chunk.why_not for chunk in result.chunks if chunk.why_not is not None},
-        "patches_kept": result.patches_kept,
-        "remembered": list(result.remembered),
-        "placed": None if result.placed is None else dataclasses.asdict(result.placed),
-        "warnings": result.warnings,
-        "compare": None if result.compare is None else _compare_payload(result.compare),
-    }
 
 
 def plan_view(planned: QueryPlan, *, given_order: bool = False) -> Iterable[RenderableType]:
@@ -262,7 +227,7 @@ def view(result: QueryResult) -> Iterable[RenderableType]:
             "a re-prefill, as in --compare, would not know it"
         )
     yield _first_token_line(result)
-    stages = " · ".join(f"{name} {format_ms(getattr(result.stages, name))}" for name in STAGES)
+    stages = " · ".join(f"{name} {format_ms(spent)}" for name, spent in vars(result.stages).items())
     yield Text(f"  {stages}", style="dim")
     yield Text(f"  {_made_of_line(result)}", style="dim")
 
@@ -295,39 +260,3 @@ def _made_of_line(result: QueryResult) -> str:
 def _used_words(chunk: ChunkReceipt | PlannedChunk) -> str:
     words = USED_WORDS[chunk.used]
     return words if chunk.why_not is None else f"{words}: {WHY_NOT_WORDS[chunk.why_not]}"
-
-
-def _chunk_payload(chunk: ChunkReceipt) -> dict[str, object]:
-    return {
-        "id": chunk.id,
-        "number": chunk.number,
-        "name": chunk.name,
-        "used": chunk.used,
-        "patch": chunk.patch,
-        "pairs": chunk.pairs,
-        "hot_bytes": chunk.hot_bytes,
-        "rank": chunk.rank,
-        "energy": chunk.energy,
-        "kl": chunk.kl,
-        "bytes_read": chunk.bytes_read,
-        "num_tokens": chunk.num_tokens,
-        "position": chunk.position,
-        "why_not": chunk.why_not,
-    }
-
-
-def _stages_payload(stages: Stages) -> dict[str, float]:
-    return {name: getattr(stages, name) for name in STAGES}
-
-
-def _compare_payload(compare: Comparison) -> dict[str, object]:
-    return {
-        "ttft_ms": compare.ttft_ms,
-        "vision_ms": compare.vision_ms,
-        "prefill_ms": compare.prefill_ms,
-        "decode_ms": compare.decode_ms,
-        "full_reencode": compare.full_reencode,
-        "kl": compare.kl,
-        "same_answer": compare.same_answer,
-        "answer": compare.answer,
-    }

@@ -11,7 +11,7 @@ from kamera_cli.commands.session import ChunksArgument, Session, WindowOption, c
 from kamera_cli.errors import UsageError
 from kamera_cli.options import DEFAULT_WINDOW, RecallOptions
 from kamera_cli.results import RecallResult, WindowEntry, WindowView
-from kamera_cli.words import count, display, format_ms, short_id, table
+from kamera_cli.words import count, display, format_ms, short_id, table, to_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -42,7 +42,7 @@ def recall(
     options = RecallOptions(window=window, chunks=chunks, at=at, repair=repair)
     with session.engine() as engine:
         result = engine.recall(options=options)
-    session.output.result("recall", payload(result), lambda: view(result))
+    session.output.result("recall", result, lambda: view(result))
 
 
 def list_evicted(session: Session, name: str) -> None:
@@ -58,36 +58,10 @@ def list_evicted(session: Session, name: str) -> None:
     with session.store() as store:
         window = load_window(store, session.settings.tenant, name)
         held = {entry.chunk for entry in window.evicted if store.get(bytes.fromhex(entry.chunk)) is not None}
-    evicted = [entry_payload(entry) | {"in_store": entry.chunk in held} for entry in window.evicted]
+    evicted = [to_json(entry) | {"in_store": entry.chunk in held} for entry in window.evicted]
     session.output.result(
         "recall", {"window": window.name, "evicted": evicted}, lambda: evicted_view(window, held)
     )
-
-
-def entry_payload(entry: WindowEntry) -> dict[str, object]:
-    """A window entry as every command prints it."""
-    return {
-        "id": entry.chunk,
-        "number": entry.number,
-        "name": entry.name,
-        "num_tokens": entry.num_tokens,
-        "conditioned_on": entry.conditioned_on,
-    }
-
-
-def payload(result: RecallResult) -> dict[str, object]:
-    """The fields of ``kamera.recall.v1``."""
-    return {
-        "window": result.window.name,
-        "recalled": [entry_payload(entry) for entry in result.recalled],
-        "chunks": [entry_payload(entry) for entry in result.window.entries],
-        "patched": result.patched,
-        "cascade": result.cascade,
-        "repaired": result.repaired,
-        "repaired_patches": result.repaired_patches,
-        "vision_calls": result.vision_calls,
-        "total_ms": result.total_ms,
-    }
 
 
 def view(result: RecallResult) -> Iterable[RenderableType]:

@@ -9,7 +9,7 @@ import typer
 
 from kamera_cli.commands.session import Session, WindowOption, command
 from kamera_cli.errors import NotFoundError, UsageError
-from kamera_cli.words import brief_numbers, display, format_bytes, short_id, table
+from kamera_cli.words import brief_numbers, display, format_bytes, in_ms, short_id, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -95,7 +95,7 @@ def payload(record: Record, patches: Sequence[Record]) -> dict[str, object]:
         "raw_bytes": record.raw_bytes,
         "stored_bytes": record.stored_bytes,
         "num_layers": record.num_layers,
-        "meta": in_ms(record.meta),
+        "meta": meta_in_ms(record.meta),
         "tensors": [
             {
                 "name": info.name,
@@ -132,12 +132,12 @@ def split(patch: Record) -> dict[str, object]:
     }
 
 
-def in_ms(value: object) -> object:
+def meta_in_ms(value: object) -> object:
     """``value`` with every ``*_s`` field of seconds turned into ``*_ms``, as all JSON output has it."""
     if isinstance(value, Mapping):
-        return dict(_field_in_ms(name, item) for name, item in value.items())
+        return dict(in_ms(name, meta_in_ms(item)) for name, item in value.items())
     if isinstance(value, (list, tuple)):
-        return [in_ms(item) for item in value]
+        return [meta_in_ms(item) for item in value]
     return value
 
 
@@ -250,12 +250,6 @@ def _runs(ranks: Sequence[Sequence[int]]) -> str:
             parts.append(f"{span}: {ranks[first][0]}/{ranks[first][1]}")
             first = layer
     return ", ".join(parts)
-
-
-def _field_in_ms(name: str, value: object) -> tuple[str, object]:
-    if name.endswith("_s") and (value is None or isinstance(value, (int, float))):
-        return f"{name[:-2]}_ms", None if value is None else value * 1000
-    return name, in_ms(value)
 
 
 def _brief(value: object) -> str:

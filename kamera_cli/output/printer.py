@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, TextIO
 
 from kamera_cli.results import Progress
-from kamera_cli.words import display, one_line, strict_json
+from kamera_cli.words import display, one_line, strict_json, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -58,12 +58,25 @@ class Output:
     # -- results -------------------------------------------------------------------------------------------------
 
     def result(
-        self, command: str, payload: Mapping[str, object], view: Callable[[], Iterable[RenderableType]]
+        self,
+        command: str,
+        payload: object,
+        view: Callable[[], Iterable[RenderableType]],
+        **more: object,
     ) -> None:
-        """Print the result of ``command``: the JSON object, or the renderables that ``view`` makes for people."""
+        """Print the result of ``command``: the JSON object, or the renderables that ``view`` makes for people.
+
+        Parameters
+        ----------
+        payload : mapping or dataclass instance
+            What JSON has (`kamera_cli.words.to_json`).
+        **more
+            Further keys of it.
+        """
         self.emitted = True
         if self.json_mode:
-            document = strict_json({"schema": f"kamera.{command}.v1", **payload})
+            found = payload if isinstance(payload, Mapping) else to_json(payload)
+            document = strict_json({"schema": f"kamera.{command}.v1", **found, **more})
             indent = 2 if _is_terminal(self.out) else None
             self._write(json.dumps(document, allow_nan=False, indent=indent) + "\n")
             return
