@@ -26,22 +26,10 @@ from kamera_cli.commands.recall import recall
 from kamera_cli.commands.show import show
 from kamera_cli.commands.stats import stats
 from kamera_cli.commands.verify import verify
-from kamera_cli.errors import KameraError
 from kamera_cli.output.printer import ClosedPipe, Output
 from kamera_cli.words import one_line
 
-FAILED, USAGE, NOT_FOUND, REFUSED, DAMAGED, NO_ROOM, INTERRUPTED, CLOSED_PIPE = 1, 2, 3, 4, 5, 6, 130, 141
-
-STORE_EXIT_CODES = {
-    "MissingRecordError": NOT_FOUND,
-    "NotAStoreError": REFUSED,
-    "FormatVersionError": REFUSED,
-    "StoreRefusedError": REFUSED,
-    "UnsupportedDtypeError": REFUSED,
-    "DamagedError": DAMAGED,
-    "NoRoomError": NO_ROOM,
-}
-"""Exit code of a store error by the name of its class or of one that it derives from; 1 for all others."""
+FAILED, NO_ROOM, INTERRUPTED, CLOSED_PIPE = 1, 6, 130, 141
 
 app = typer.Typer(
     name="kamera",
@@ -173,41 +161,27 @@ def exit_code(error: BaseException) -> int:
     """Exit code of an error.
 
     0 done, 1 failed, 2 usage, 3 not found or a miss under ``--require-hit``, 4 refused, 5 damaged data, 6 no room,
-    130 interrupted.
+    130 interrupted. Our own errors and those of a command line that cannot be parsed carry theirs.
     """
-    if isinstance(error, KameraError):
-        return error.exit_code
-    if isinstance(error, _click_error()):
-        return USAGE
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    no_room = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if no_room or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return NO_ROOM
-    names = [kind.__name__ for kind in type(error).__mro__]
-    if "OutOfMemoryError" in names or isinstance(error, MemoryError):
-        return NO_ROOM
-    return next((STORE_EXIT_CODES[name] for name in names if name in STORE_EXIT_CODES), FAILED)
+    return int(getattr(error, "exit_code", FAILED))
 
 
 def message(error: BaseException) -> str:
     """One line: what happened, to which object, what to do."""
-    if isinstance(error, _click_error()):
+    if hasattr(error, "format_message"):  # the command line could not be parsed
         context = getattr(error, "ctx", None)
         where = context.command_path if context is not None else "kamera"
         return f"{one_line(error.format_message()).rstrip('.')}; see `{where} --help`"
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename!r}: " if error.filename is not None else ""
         return f"{where}{error.strerror}"
-    known = isinstance(error, KameraError) or type(error).__module__.startswith(
-        ("kamera_store", "kamera_cli")
-    )
     text = one_line(str(error))
-    if known and text:
+    if text and hasattr(error, "exit_code"):
         return text
     return f"unexpected {type(error).__name__}: {text or 'no message'}; run again with -v for the traceback"
-
-
-def _click_error() -> type[Exception]:
-    """The base of all parse errors, wherever the installed Typer keeps it."""
-    return typer.BadParameter.__mro__[2]
 
 
 def _fail(output: Output, code: int, text: str, error: BaseException | None = None) -> int:

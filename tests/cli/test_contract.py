@@ -11,13 +11,20 @@ from cli_fakes import FIRST, SECOND, FakeEngine, Ran, ingest_result, query_resul
 
 from kamera_cli.errors import KameraError, NotFoundError, RefusedError, UsageError
 from kamera_cli.results import IngestResult, Progress, SourceFailure
+from kamera_store.errors import (
+    ConflictError,
+    DamagedError,
+    FormatVersionError,
+    MissingRecordError,
+    NoRoomError,
+    NotAKameraEntryError,
+    NotAStoreError,
+    ReadOnlyError,
+    StoreRefusedError,
+    UnsupportedDtypeError,
+)
 
 Cli = Callable[..., Ran]
-
-
-def stored_error(name: str, *bases: type[Exception]) -> Exception:
-    """An error as the store raises it, known by its class's name."""
-    return type(name, bases or (Exception,), {"__module__": "kamera_store.errors"})("what happened")
 
 
 @pytest.mark.parametrize(
@@ -27,13 +34,16 @@ def stored_error(name: str, *bases: type[Exception]) -> Exception:
         (UsageError("no sense"), 2),
         (NotFoundError("no chunk 7"), 3),
         (RefusedError("other model"), 4),
-        (stored_error("NotAStoreError"), 4),
-        (stored_error("FormatVersionError"), 4),
-        (stored_error("StoreRefusedError"), 4),
-        (stored_error("DamagedError"), 5),
-        (stored_error("NotAKameraEntryError", type(stored_error("DamagedError"))), 5),
-        (stored_error("NoRoomError"), 6),
-        (stored_error("ConflictError"), 1),
+        (NotAStoreError("/s", "a folder of something else"), 4),
+        (FormatVersionError(2, 1), 4),
+        (StoreRefusedError("others can write it"), 4),
+        (DamagedError(b"k" * 16, "checksum", 1, 2), 5),
+        (NotAKameraEntryError(b"k" * 16, "checksum", 1, 2), 5),
+        (MissingRecordError(b"k" * 16), 3),
+        (UnsupportedDtypeError("fp8"), 4),
+        (ReadOnlyError("opened for reading"), 1),
+        (NoRoomError(2, 1), 6),
+        (ConflictError("window", "default", 1, 2), 1),
         (OSError(errno.ENOSPC, "No space left on device", "/s/data.mdb"), 6),
         (PermissionError(errno.EACCES, "Permission denied", "/s"), 1),
         (MemoryError(), 6),
