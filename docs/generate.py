@@ -16,6 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+HELP_WIDTH = 90
+COMMANDS_HEAD = """# Commands
+
+Made from the program itself by `python docs/generate.py commands`.
+
+The result stands on stdout and nothing else does; progress, warnings and errors go to stderr. With `--json` the result
+is one strict JSON object with `"schema": "kamera.<command>.v1"`: bytes are whole numbers, times are in ms, keys only
+grow.
+"""
 sys.path.insert(0, str(ROOT / "docs"))
 
 import measured_tables  # noqa: E402
@@ -35,7 +44,29 @@ def _measured() -> dict[Path, str]:
     }
 
 
-DOCUMENTS: dict[str, Callable[[], dict[Path, str]]] = {"models": _models, "measured": _measured}
+def _commands() -> dict[Path, str]:
+    return {ROOT / "docs" / "commands.md": commands_page()}
+
+
+def commands_page() -> str:
+    """What ``--help`` prints, of the program and of each of its commands."""
+    from kamera_cli.app import EXIT_CODES, command_names, help_text
+
+    def block(command: str) -> str:
+        shown = " ".join(["kamera", *command.split(), "--help"])
+        return f"```console\n$ {shown}\n{help_text(command, HELP_WIDTH).rstrip()}\n```\n"
+
+    codes = "\n".join(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())
+    parts = [COMMANDS_HEAD, f"| exit code | |\n|---|---|\n{codes}\n", block("")]
+    parts += [f"## {name}\n\n{block(name)}" for name in command_names()]
+    return "\n".join(parts)
+
+
+DOCUMENTS: dict[str, Callable[[], dict[Path, str]]] = {
+    "models": _models,
+    "measured": _measured,
+    "commands": _commands,
+}
 """By name, what each file is to hold."""
 
 

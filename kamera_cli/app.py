@@ -31,6 +31,19 @@ from kamera_cli.words import one_line
 
 FAILED, NO_ROOM, INTERRUPTED, CLOSED_PIPE = 1, 6, 130, 141
 
+EXIT_CODES = {
+    0: "done",
+    FAILED: "failed",
+    2: "usage: the request makes no sense",
+    3: "not found, or a miss under `--require-hit`",
+    4: "refused: model, tenant, format or architecture does not fit",
+    5: "damaged data",
+    NO_ROOM: "no room",
+    INTERRUPTED: "interrupted",
+    CLOSED_PIPE: "the reader of stdout went away",
+}
+"""What the program ends with."""
+
 app = typer.Typer(
     name="kamera",
     rich_markup_mode=None,
@@ -139,6 +152,14 @@ def run(argv: Sequence[str]) -> int:
             return _fail(output, exit_code(error), message(error), error)
 
 
+def command_names() -> list[str]:
+    """Every command and subcommand, as in ``models check``, in the order of the help text."""
+    names: list[str] = []
+    for name, command in typer.main.get_command(app).commands.items():
+        names += [name, *(f"{name} {inner}" for inner in getattr(command, "commands", ()))]
+    return names
+
+
 def help_text(command: str | None = None, width: int = 100) -> str:
     """The ``--help`` text of a command (None: of the program), as the documentation shows it.
 
@@ -158,11 +179,7 @@ def help_text(command: str | None = None, width: int = 100) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    """Exit code of an error.
-
-    0 done, 1 failed, 2 usage, 3 not found or a miss under ``--require-hit``, 4 refused, 5 damaged data, 6 no room,
-    130 interrupted. Our own errors and those of a command line that cannot be parsed carry theirs.
-    """
+    """One of `EXIT_CODES`. Our own errors, and those of a command line that cannot be parsed, carry theirs."""
     no_room = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if no_room or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return NO_ROOM

@@ -30,7 +30,7 @@ ROOTS = ("", "docs", "kamera_cli", "store", "store/kamera_store", "tests")
 """Folders from which a path in a document may be read."""
 
 COMING = {
-    "docs/commands.md", "commands.md", "docs/format.md", "format.md", "kamera_store/base.py",
+    "docs/format.md", "format.md", "kamera_store/base.py",
     "tests/store/conformance.py",
 }  # fmt: skip
 """Paths that the documents name before they are there."""

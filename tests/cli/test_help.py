@@ -1,23 +1,27 @@
-"""The help texts: every command has one, documents show the current one, and nothing is offered that does nothing."""
+"""The help texts: every command has one, the document shows the current ones, defaults are those of the engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import typer
 from cli_fakes import Ran
-from help_blocks import refreshed
 
-from kamera_cli.app import help_text
+from kamera_cli.app import command_names, help_text
 from kamera_cli.options import CompileOptions, EvictOptions, IngestOptions, QueryOptions, RecallOptions
 
 WRITTEN_WITH = "0.29."
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import generate  # noqa: E402
+
 COMMANDS = (
     *(
         "ingest",
@@ -38,22 +42,21 @@ COMMANDS = (
 
 @pytest.mark.skipif(
     not typer.__version__.startswith(WRITTEN_WITH),
-    reason=f"documents show the help as Typer {WRITTEN_WITH} sets it",
+    reason=f"the document shows the help as Typer {WRITTEN_WITH} sets it",
 )
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
-def test_help_in_documents_is_what_the_program_prints(document: str) -> None:
-    path = ROOT / document
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    assert text == refreshed(text), f"run: python tests/cli/help_blocks.py {document}"
+def test_the_document_of_commands_is_what_the_program_prints() -> None:
+    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert text == generate.commands_page(), "run: python docs/generate.py commands"
 
 
-def test_a_block_that_is_out_of_date_is_noticed() -> None:
-    old = "before\n<!-- help:query -->\nstale\n<!-- /help -->\nafter <!-- help -->\n<!-- /help -->\n"
-    new = refreshed(old)
-    assert "--max-kl NATS" in new
-    assert "stale" not in new
-    assert "Commands:" in new
-    assert refreshed(new) == new
+def test_the_document_of_commands_holds_each_command_and_its_options() -> None:
+    page = generate.commands_page()
+    assert all(f"## {command}\n" in page and f"$ kamera {command} --help" in page for command in COMMANDS)
+    assert "--max-kl NATS" in page and "| 6 | no room |" in page
+
+
+def test_the_program_knows_its_commands() -> None:
+    assert sorted(command_names()) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -38,7 +37,7 @@ class Engine:
 
 sys.modules["kamera_cli.engine"] = types.SimpleNamespace(Engine=Engine)
 from kamera_cli.app import main
-sys.exit(main(["--json", "ingest", "clip.mp4"]))
+sys.exit(main(["--json", "ingest", "clip.mp4", *sys.argv[1:]]))
 """
 
 
@@ -131,17 +130,18 @@ def test_nothing_is_drawn_without_a_terminal() -> None:
 
 def test_ctrl_c_ends_with_130_and_one_line() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_INGEST.format(steps=4000)],
+        [sys.executable, "-c", SLOW_INGEST.format(steps=4000), "-v"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    time.sleep(3.0)
+    assert process.stderr.readline() == "kamera: encoding: 0/4000 chunks clip.mp4\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert json.loads(out)["error"]["exit_code"] == 130
-    assert err.strip() == "kamera: error: interrupted; finished chunks are kept, run it again to go on"
+    said = [line for line in err.splitlines() if not line.startswith("kamera: encoding: ")]
+    assert said == ["kamera: error: interrupted; finished chunks are kept, run it again to go on"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["models"], ["models", "--json"]], ids=" ".join)
@@ -248,22 +248,35 @@ def test_all_works_offline_and_what_needs_no_model_loads_no_torch(notes: list[st
 
 
 @pytest.mark.parametrize("offline", ["1", "0"])
-def test_a_model_that_is_not_cached_is_one_line_and_soon(notes: list[str], offline: str) -> None:
-    started = time.monotonic()
+def test_a_model_that_is_not_cached_is_one_line_and_not_asked_for_again_and_again(
+    notes: list[str], offline: str
+) -> None:
     said = audited("--model", "owner/not-cached", "ingest", notes[0], HF_HUB_OFFLINE=offline)
-    assert time.monotonic() - started < 20
     assert "code=3" in said, said
     assert "owner/not-cached" in said
     assert said.count("\n") == 1
-    if offline == "1":
-        assert "attempts=0" in said
+    attempts = int(said.rsplit("attempts=", 1)[1])
+    assert attempts == 0 if offline == "1" else attempts <= 2, said
 
 
-def test_start_up_is_quick() -> None:
-    """Processor time, which a busy machine does not change much; the target on the wall is half a second."""
-    for arguments in (["--help"], ["query", "--help"], ["models"]):
-        before = os.times()
-        subprocess.run([*KAMERA, *arguments], stdout=subprocess.DEVNULL, check=True)
-        after = os.times()
-        spent = after.children_user - before.children_user + after.children_system - before.children_system
-        assert spent < 1.0, f"kamera {' '.join(arguments)} took {spent:.2f} s of processor time"
+@pytest.mark.parametrize("arguments", [["--help"], ["query", "--help"], ["models"]], ids=" ".join)
+def test_start_up_loads_no_library_that_it_does_not_need(arguments: list[str]) -> None:
+    """Time at start goes into imports: numbers, media, models, the store's engine and tables for people come later."""
+    ran = subprocess.run(
+        [sys.executable, "-c", LOADED, *arguments], capture_output=True, text=True, check=True
+    )
+    loaded = set(ran.stderr.split())
+    heavy = {
+        "torch", "transformers", "torchvision", "numpy", "av", "PIL", "safetensors", "huggingface_hub", "lmdb",
+        "zstandard", "xxhash", "matplotlib",
+    }  # fmt: skip
+    assert not loaded & heavy
+    assert "rich" not in loaded or arguments == ["models"]
+
+
+LOADED = """
+import sys
+from kamera_cli.app import run
+run(sys.argv[1:])
+sys.stderr.write(" ".join({name.split(".")[0] for name in sys.modules}))
+"""
