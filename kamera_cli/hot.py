@@ -99,11 +99,11 @@ class HotCache:
         with self._lock:
             return frozenset(version.key for version in self._held)
 
-    def drop_all_but(self, standing: Mapping[bytes, int | None]) -> None:
+    def drop_all_but(self, current: Mapping[bytes, int | None]) -> None:
         """Drop copies of records whose writing is not the one given for their key; keys not given are left alone."""
         with self._lock:
             for version in list(self._held):
-                if version.key in standing and standing[version.key] != version.writing:
+                if version.key in current and current[version.key] != version.writing:
                     self._drop(version)
 
     def clear(self) -> None:
@@ -114,15 +114,15 @@ class HotCache:
 
     def check(self, store: KVStore, also: Iterable[bytes] = ()) -> dict[bytes, int | None]:
         """Drop what the store no longer has; the writing that stands for each kept key, and for ``also``."""
-        standing = store.writings({*self.record_keys(), *also})
-        self.drop_all_but(standing)
-        return standing
+        current = store.writings({*self.record_keys(), *also})
+        self.drop_all_but(current)
+        return current
 
-    def through(self, store: KVStore, version: Version, part: Part, read: Callable[[], _T]) -> _T:
+    def get_or_read(self, store: KVStore, version: Version, part: Part, read: Callable[[], _T]) -> _T:
         """A part from memory when its writing still stands; otherwise what ``read`` gives, which is kept."""
-        standing = store.writings([version.key])
-        self.drop_all_but(standing)
-        found = self.get(version, part) if standing[version.key] == version.writing else None
+        current = store.writings([version.key])
+        self.drop_all_but(current)
+        found = self.get(version, part) if current[version.key] == version.writing else None
         if found is None:
             found = read()
             self.put(version, part, found)

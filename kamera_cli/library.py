@@ -156,7 +156,7 @@ class Library:
 
     def segment(self, record: Record) -> Segment:
         """Stored embeddings and positions: what a conditioned forward starts from. Not to be written into."""
-        return self._through(record, "segment", lambda: self._read_segment(record))
+        return self._kept_or_read(record, "segment", lambda: self._read_segment(record))
 
     def _read_segment(self, record: Record) -> Segment:
         names = sorted(tensor.name for tensor in _of_segment(record))
@@ -174,7 +174,7 @@ class Library:
 
     def positions(self, record: Record) -> RelativePositions:
         """Stored positions, relative to the chunk's first token. Not to be written into."""
-        return self._through(record, "positions", lambda: self._read_positions(record))
+        return self._kept_or_read(record, "positions", lambda: self._read_positions(record))
 
     def _read_positions(self, record: Record) -> RelativePositions:
         tensors = self.store.read(record, [("positions", -1)])
@@ -235,8 +235,8 @@ class Library:
         MissingRecordError
             It was removed meanwhile, or formed anew.
         """
-        standing = self.store.get(record.key)
-        if standing is None or self.version(standing) != self.version(record):
+        current = self.store.get(record.key)
+        if current is None or self.version(current) != self.version(record):
             raise MissingRecordError(record.key)
         self.store.put(
             Identity("patch", record.key, record.digest),
@@ -284,7 +284,7 @@ class Library:
         return self._layers(record)
 
     def _layers(self, record: Record) -> list[Any]:
-        return list(self._through(record, "layers", lambda: self._read_layers(record)))
+        return list(self._kept_or_read(record, "layers", lambda: self._read_layers(record)))
 
     def _read_layers(self, record: Record) -> tuple[LayerKV | LayerPatch, ...]:
         """Every layer of a record, read in one transaction."""
@@ -313,9 +313,11 @@ class Library:
         hot = self.hot is not None and self.hot.holds(self.version(record), "segment")
         return (0, size) if hot else (size, 0)
 
-    def _through(self, record: Record, part: Part, read: Callable[[], _T]) -> _T:
+    def _kept_or_read(self, record: Record, part: Part, read: Callable[[], _T]) -> _T:
         """From memory, or read and kept there."""
-        return read() if self.hot is None else self.hot.through(self.store, self.version(record), part, read)
+        return (
+            read() if self.hot is None else self.hot.get_or_read(self.store, self.version(record), part, read)
+        )
 
 
 def _of_segment(record: Record) -> list[TensorInfo]:

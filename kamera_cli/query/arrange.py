@@ -126,18 +126,18 @@ def _placed(
     by_identity = {identity_of(entry): entry for entry in entries}
     bound = AUTO_MAX_KL if max_kl is None and reuse == "auto" else max_kl
     prices: dict[tuple[bytes, tuple[bytes, ...] | frozenset[bytes]], int | None] = {}
-    listing = _Listing(library, tuple(by_identity))
+    known = _PatchIndex(library, tuple(by_identity))
 
     def price(chunk: Identity, before: tuple[Identity, ...]) -> int | None:
         if not before:
             return 0
         keys = tuple(one.key for one in before)
         # Only exact patches go by order: what an orbit or pairs give is the same for every order of a set.
-        ordered_by = keys if listing.has_exact(chunk, before) else frozenset(keys)
+        ordered_by = keys if known.has_exact(chunk, before) else frozenset(keys)
         if (chunk.key, ordered_by) not in prices:
             usable = (
                 sum(record.stored_bytes for record in stored.records)
-                for stored in offers(listing.find_patch, chunk, before)
+                for stored in offers(known.find_patch, chunk, before)
                 if refusal(stored.offer, reuse, bound) is None
             )
             prices[chunk.key, ordered_by] = next(usable, None)
@@ -156,7 +156,7 @@ def _placed(
     return tuple(by_identity[chunk] for chunk in order), placed
 
 
-class _Listing:
+class _PatchIndex:
     """The library's patches of some chunks, listed once: the same answers, for a search that asks after many orders.
 
     A question for what is not there costs no look into the store, and no question is put to it twice.

@@ -74,7 +74,7 @@ def keep_patches(
         return ()
     patches = [
         choice.layers
-        if isinstance(choice, _Standing)
+        if isinstance(choice, _Stored)
         else form(after, alone, rank=choice.rank, energy=choice.energy, worth=worth)
         for after, alone, choice in zip(ready.captured[1:], canonical[1:], choices, strict=True)
     ]
@@ -88,26 +88,26 @@ def keep_patches(
         for parts in (patched, blind)
     )
     measured = {"kl": kl, "kl_blind": kl_blind, "probe": "the first question"}
-    standing = [choice.record for choice in choices if isinstance(choice, _Standing)]
-    cost_ms = 1e3 * (time.perf_counter() - started) / max(1, len(choices) - len(standing))
+    stored = [choice.record for choice in choices if isinstance(choice, _Stored)]
+    cost_ms = 1e3 * (time.perf_counter() - started) / max(1, len(choices) - len(stored))
     new = [
         NewPatch(records[at], chain[:at], "exact", patch, measured | {"request": choice.request}, cost_ms)
         for at, (patch, choice) in enumerate(zip(patches, choices, strict=True), start=1)
         if isinstance(choice, PatchOptions)
     ]
-    _raise_stated(context, library, standing, kl)
-    return _stored(context, library, new)
+    _raise_stated(context, library, stored, kl)
+    return _write(context, library, new)
 
 
 @dataclass(frozen=True)
-class _Standing:
+class _Stored:
     """A stored patch that stays."""
 
     record: Record
     layers: list[LayerPatch]
 
 
-def _choose(library: Library, chain: Chain, max_kl: float) -> _Standing | PatchOptions:
+def _choose(library: Library, chain: Chain, max_kl: float) -> _Stored | PatchOptions:
     """The stored exact patch of the last chunk of a chain where it is sound and good enough, or as good as there is;
     or else how to form one."""
     record = library.find_patch(chain[-1], chain[:-1], "exact")
@@ -118,7 +118,7 @@ def _choose(library: Library, chain: Chain, max_kl: float) -> _Standing | PatchO
     request = record.meta["request"]
     if why_not is None or (why_not == "max_kl" and _is_finest(request)):
         with suppress(DamagedError, MissingRecordError):
-            return _Standing(record, library.patch_layers(record))
+            return _Stored(record, library.patch_layers(record))
     if why_not != "max_kl" or request["rank"] != "auto":
         return PatchOptions()
     finer = round(1.0 - (1.0 - request["energy"]) / 10.0, 9)
@@ -131,7 +131,7 @@ def _is_finest(request: Mapping[str, Any]) -> bool:
     return request["rank"] == "auto" and request["energy"] >= FINEST_ENERGY and not is_coarse
 
 
-def _stored(context: Context, library: Library, patches: Sequence[NewPatch]) -> tuple[str, ...]:
+def _write(context: Context, library: Library, patches: Sequence[NewPatch]) -> tuple[str, ...]:
     """Ids of what was written: all of it in one transaction, or as many as there is room for."""
     with suppress(NoRoomError, ReadOnlyError):
         return tuple(record.id for record in library.put_patches(patches))
@@ -186,13 +186,13 @@ def _raised(library: Library, record: Record, kl: float) -> bool:
     MissingRecordError
         It was removed meanwhile, or formed anew.
     """
-    standing = library.store.get(record.key)
-    if standing is None or standing.digest != record.digest or standing.tensors != record.tensors:
+    stored = library.store.get(record.key)
+    if stored is None or stored.digest != record.digest or stored.tensors != record.tensors:
         raise MissingRecordError(record.key)
     # Another process may have raised it since it was read.
-    if standing.meta["kl"] is not None and standing.meta["kl"] >= kl:
+    if stored.meta["kl"] is not None and stored.meta["kl"] >= kl:
         return False
-    library.restate(standing, {"kl": kl, "probe": PROBE})
+    library.restate(stored, {"kl": kl, "probe": PROBE})
     return True
 
 

@@ -99,15 +99,15 @@ def read_and_assemble(
     """
     started = time.perf_counter()
     clock = _Clock()
-    shelf = _Shelf(library, [*records, *itertools.chain.from_iterable(patches)])
+    batch = _Batch(library, [*records, *itertools.chain.from_iterable(patches)])
     positions = [library.positions(record) for record in records]
     sizes = [(runner.preamble.positions, runner.preamble.num_tokens)]
     sizes += [(ids, record.meta["num_tokens"]) for ids, record in zip(positions, records, strict=True)]
     placed, end = place(sizes)
     clock.read += time.perf_counter() - started
-    layers = _layers(runner, library, shelf, patches, clock)
+    layers = _layers(runner, library, batch, patches, clock)
     cache = assemble(runner.family, layers, joined_positions(placed), rank)
-    shelf.keep()
+    batch.keep()
     runner.synchronize()
     assembled = time.perf_counter() - started - clock.total
     stages = Stages(
@@ -116,23 +116,23 @@ def read_and_assemble(
         transfer=1e3 * clock.transfer,
         assemble=1e3 * assembled,
     )
-    return cache, end, Reading(stages, *_bytes(shelf, patches))
+    return cache, end, Reading(stages, *_bytes(batch, patches))
 
 
 def _layers(
     runner: ModelRunner,
     library: Library,
-    shelf: _Shelf,
+    batch: _Batch,
     patches: Sequence[Sequence[Record]],
     clock: _Clock,
 ) -> Iterator[list[tuple[LayerKV, LayerPatch | None]]]:
     for layer in range(runner.family.num_layers):
         started = time.perf_counter()
-        fetched = library.store.fetch_layer(shelf.cold, layer)
+        fetched = library.store.fetch_layer(batch.cold, layer)
         read = time.perf_counter()
         decoded = [piece.decode() for piece in fetched]
         decompressed = time.perf_counter()
-        restored = shelf.restored(layer, decoded)
+        restored = batch.restored(layer, decoded)
         canonical = [kv for kv in restored if isinstance(kv, LayerKV)]
         factors = (patch for patch in restored if isinstance(patch, LayerPatch))
         of_chunks = [merged([next(factors) for _ in parts], parts) for parts in patches]
@@ -142,18 +142,18 @@ def _layers(
         yield [(runner.preamble_layers[layer], None), *zip(canonical, of_chunks, strict=True)]
 
 
-def _bytes(shelf: _Shelf, patches: Sequence[Sequence[Record]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _bytes(batch: _Batch, patches: Sequence[Sequence[Record]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Stored bytes per chunk, read and in memory."""
     of_patches = itertools.count(len(patches))
     read, hot = [], []
     for index, parts in enumerate(patches):
-        sizes = [shelf.stored_bytes(index), *(shelf.stored_bytes(next(of_patches)) for _ in parts)]
+        sizes = [batch.stored_bytes(index), *(batch.stored_bytes(next(of_patches)) for _ in parts)]
         read.append(sum(size for size, _ in sizes))
         hot.append(sum(size for _, size in sizes))
     return tuple(read), tuple(hot)
 
 
-class _Shelf:
+class _Batch:
     """Records that are about to be read together: which are in memory, which must be read, and what is kept after.
 
     Attributes
@@ -167,9 +167,9 @@ class _Shelf:
         self._layers: list[Sequence[LayerKV | LayerPatch] | None] = [None] * len(records)
         self._positions_hot = [False] * len(records)
         if self._hot is not None:
-            standing = self._hot.check(library.store, (record.key for record in records))
+            current = self._hot.check(library.store, (record.key for record in records))
             for index, record in enumerate(records):
-                if standing[record.key] == record.header_checksum:
+                if current[record.key] == record.header_checksum:
                     version = library.version(record)
                     self._layers[index] = self._hot.get(version, "layers")
                     self._positions_hot[index] = self._hot.holds(version, "positions")

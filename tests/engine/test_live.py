@@ -144,7 +144,7 @@ def test_a_chunk_purged_while_it_was_read_leaves_no_copy(compiled):
         other.evict(["1"], purge=True)
         return torch.ones(3)
 
-    engine.context.hot.through(engine.store, library.version(record), "segment", purge_meanwhile)
+    engine.context.hot.get_or_read(engine.store, library.version(record), "segment", purge_meanwhile)
     assert len(engine.context.hot) == 0 and engine.context.hot.held_bytes == 0
 
 
