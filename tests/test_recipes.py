@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
+import measured_tables
 import pytest
 from tiny_backbones import _TEXT, MEDIA, save_backbone
 
+from kamera_cli.bench import SUITES
 from kamera_cli.errors import RefusedError
 from kamera_cli.model import architectures
 from kamera_cli.model.checkpoint import open_checkpoint
@@ -42,3 +45,9 @@ def test_a_backbone_is_one_row_and_a_tiny_config(tmp_path: Path, monkeypatch: py
     tested = self_test(ModelRunner(loaded))
     assert [check.name for check in tested.checks if not check.ok] == []
     assert len(tested.checks) >= 3
+
+
+def test_every_bench_suite_is_listed_recorded_and_shown() -> None:
+    for name in SUITES:
+        assert callable(importlib.import_module(f"kamera_cli.bench.{name}").measure), name
+    assert set(SUITES) == set(measured_tables.KEPT) == set(measured_tables.SHOWN)
