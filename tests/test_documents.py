@@ -14,6 +14,7 @@ import pytest
 from test_architecture import LAYERS
 
 from kamera_cli.app import help_text, run
+from kamera_cli.model.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
@@ -155,7 +156,7 @@ def test_a_section_that_the_code_cites_is_in_the_architecture() -> None:
     cited = [
         (path.relative_to(ROOT).as_posix(), section)
         for path in sources()
-        for section in re.findall(r'docs/architecture\.md,?\s+"([^"]+)"', path.read_text(encoding="utf-8"))
+        for section in re.findall(r'docs/architecture\.md`*,?\s+"([^"]+)"', path.read_text(encoding="utf-8"))
     ]
     assert [where for where in cited if where[1] not in known] == []
 
@@ -293,6 +294,18 @@ def test_figures_that_were_changed_by_hand_are_noticed() -> None:
     changed = text[:begin] + re.sub(r"\d+\.\d %", "12.3 %", text[begin:], count=1)
     assert changed != text
     assert measured_tables.with_headline(changed) == text
+
+
+def test_the_readme_counts_and_names_the_architectures_that_are_supported() -> None:
+    section = " ".join(text_of("README.md").split("## Your own model")[1].split("\n## ")[0].split())
+    assert f"in {len(ARCHITECTURES)} architectures" in section
+    variants = {
+        "qwen3_vl_moe": "its MoE",
+        "deepseek_vl_hybrid": "its hybrid",
+        "qwen2": "Qwen2",
+        "deepseek_v3": "V3",
+    }
+    assert [one.name for one in ARCHITECTURES if variants.get(one.model_type, one.name) not in section] == []
 
 
 # The architecture
