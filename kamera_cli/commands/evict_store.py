@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from kamera_store import KVStore
-    from kamera_store.evict_plan import Eviction, EvictionPlan
+    from kamera_store.evict import Eviction, EvictionPlan
 
 Names = Mapping[str, str | None]
 """Name of a media unit by its id."""

@@ -1,9 +1,8 @@
 """Durable, content-keyed storage of tensors for position-free KV caches: LMDB, zstd, checked reads.
 
-From the bottom up: `errors`, `keys`, `records`, `header`, `codec` and `segments` say what the bytes mean; `binding`,
-`guard`, `gate`, `opening`, `environment` and `sharing` open a data file and give transactions; `payload`, `ledger`,
-`states`, `lookup`, `writing`, `deletion`, `eviction` and `room` work inside one; `kvstore` is what others call;
-`integrity`, `compaction` and `salvage` look after a store. ``FORMAT.md`` beside this package describes the bytes.
+`format` says what the bytes mean and `lmdb` keeps them; neither knows the other's work. `ledger`, `states`, `find`,
+`write`, `evict` and `stats` work in one transaction each, `verify` and `rescue` look after a store. `base.Store` has
+the verbs of any store; `kvstore.KVStore` is the one on local disk. ``docs/format.md`` describes the bytes.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from typing import Any
 _HOMES = {
     "kvstore": ("KVStore",),
     "format.keys": (
-        "Identity", "bytes_digest", "chunk_identity", "encode", "file_sha256",
-        "fingerprint_digest", "identity",
-        "patch_identity", "source_identity", "tensor_field", "text_digest",
+        "Identity", "chunk_identity", "encode", "file_sha256", "fingerprint_digest", "identity",
+        "patch_identity", "source_identity",
     ),
     "format.records": ("Record", "TensorBytes", "TensorInfo"),
-    "states": ("State",),
-    "stats": ("Share", "Stats"),
-    "evict_plan": ("Eviction", "EvictionPlan", "UnitUsage"),
-    "compact": ("CompactReport",),
+    "base": ("State", "Store"),
+    "stats": ("Share", "Stats", "UnitUsage"),
+    "evict": ("Eviction", "EvictionPlan"),
+    "lmdb.data_file": ("CompactReport",),
     "verify": ("Damage", "VerifyReport"),
     "rescue": ("SalvageReport", "salvage"),
     "errors": (
         "ConflictError", "DamagedError", "DamagedRecordWarning", "FormatVersionError", "IdentityWarning",
-        "KameraStoreError", "MissingRecordError", "NoRoomError", "NotAKameraEntryError", "NotAStoreError",
+        "KameraStoreError", "MissingRecordError", "NewerRecordError", "NewerRecordWarning", "NoRoomError",
+        "NotAKameraEntryError", "NotAStoreError",
         "ReadOnlyError", "StoreBusyError", "StoreDamagedError", "StoreRefusedError", "UnsupportedDtypeError",
     ),
 }  # fmt: skip

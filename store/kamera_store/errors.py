@@ -60,6 +60,28 @@ class StoreRefusedError(KameraStoreError):
     exit_code = 4
 
 
+class NewerRecordError(FormatVersionError):
+    """A record's header is as it was written, and names something that only a newer program knows.
+
+    Parameters
+    ----------
+    key : bytes
+        The record's key, 16 bytes.
+    what : str
+        What is unknown: a record kind, a dtype, a codec.
+    found, known : object
+        What the header names, and what this program knows.
+    """
+
+    def __init__(self, key: bytes, what: str, found: object, known: object) -> None:
+        super().__init__(str(found), str(known), what)
+        self.key = bytes(key)
+        self.args = (
+            f"record {self.key.hex()[:10]} was written by a newer kamera: {what} {found!r}, "
+            f"this program knows {known}",
+        )
+
+
 class ReadOnlyError(KameraStoreError):
     """A write was asked of a store that was opened for reading."""
 
@@ -190,8 +212,16 @@ class NoRoomError(KameraStoreError):
         )
 
 
+UNREADABLE = (DamagedError, FormatVersionError)
+"""Why a stored header gives no record: its bytes are not what was written, or a newer program wrote it."""
+
+
 class DamagedRecordWarning(UserWarning):
     """An entry was skipped because its bytes are not what was written."""
+
+
+class NewerRecordWarning(UserWarning):
+    """An entry was skipped because a newer program wrote it; it stays in the store as it is."""
 
 
 class IdentityWarning(UserWarning):

@@ -1,18 +1,19 @@
-"""What each record costs, when it was last used, and who refers to whom; written together with the record."""
+"""Records in the tables: written and removed whole, with a row for what each costs, its last use, and its links."""
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from kamera_store.errors import DamagedError, DamagedRecordWarning, FormatVersionError, UnsupportedDtypeError
+from kamera_store.errors import UNREADABLE, DamagedError, DamagedRecordWarning
 from kamera_store.format.header import decode_header
-from kamera_store.format.records import Record
+from kamera_store.format.records import Record, references
 from kamera_store.format.rows import close_row, open_row
-from kamera_store.format.segments import stored_bytes
-from kamera_store.lmdb.transaction import Transaction
+from kamera_store.format.segments import segment_key, stored_bytes
+from kamera_store.lmdb.binding import Transaction
 
 CHUNK, ANTECEDENT = b"c", b"a"
 _NUMBERS = struct.Struct("<dddQQ16sBBHH")
@@ -50,42 +51,8 @@ class Usage:
     last_used_s: float
 
 
-def reference(value: object, what: str) -> bytes:
-    """A record key from its hex form in a patch's or a window's JSON.
-
-    Raises
-    ------
-    ValueError
-        If it is not 32 hex digits.
-    """
-    try:
-        key = bytes.fromhex(value) if isinstance(value, str) else b""
-    except ValueError:
-        key = b""
-    if len(key) != 16:
-        raise ValueError(f"{what} is {value!r}, not the 32 hex digits of a record key")
-    return key
-
-
-def references(record: Record) -> tuple[bytes | None, tuple[bytes, ...]]:
-    """The chunk and the antecedents that a record names in its meta.
-
-    Raises
-    ------
-    ValueError
-        If a name is not a record key.
-    """
-    if record.kind != "patch":
-        return None, ()
-    chunk = record.meta.get("chunk")
-    antecedents = record.meta.get("antecedents") or ()
-    return (
-        None if chunk is None else reference(chunk, "a patch's chunk"),
-        tuple(dict.fromkeys(reference(item, "a patch's antecedent") for item in antecedents)),
-    )
-
-
-def _links(record: Record) -> Iterator[bytes]:
+def links_of(record: Record) -> Iterator[bytes]:
+    """Keys of the links that belong to a record: role, target, own key."""
     chunk, antecedents = references(record)
     if chunk is not None:
         yield CHUNK + chunk + record.key
@@ -129,15 +96,28 @@ def decode_usage(key: bytes, value: bytes | memoryview) -> Usage:
     if len(payload) != _NUMBERS.size + kind + tenant + unit:
         raise DamagedError(key, "ledger row", f"{_NUMBERS.size + kind + tenant + unit} bytes", len(payload))
     ends = (_NUMBERS.size, _NUMBERS.size + kind, _NUMBERS.size + kind + tenant, len(payload))
-    names = [payload[ends[i] : ends[i + 1]].decode() for i in range(3)]
-    return Usage(key, *names, chunk if has_chunk else None, raw, stored, cost_ms, created_s, last_used_s)
+    kind_name, tenant_name, unit_name = (payload[ends[i] : ends[i + 1]].decode() for i in range(3))
+    return Usage(
+        key, kind_name, tenant_name, unit_name, chunk if has_chunk else None,
+        raw, stored, cost_ms, created_s, last_used_s,
+    )  # fmt: skip
 
 
-def add(txn: Transaction, usage: Usage, record: Record) -> None:
-    """Enter a new record."""
+def put_row(txn: Transaction, usage: Usage, record: Record) -> None:
+    """Write the row and the links of a record."""
     txn.put("ledger", usage.key, encode_usage(usage))
-    for link in _links(record):
+    for link in links_of(record):
         txn.put("links", link, b"")
+
+
+def put_record(
+    txn: Transaction, record: Record, header: bytes, segments: Iterable[bytes | bytearray], usage: Usage
+) -> None:
+    """Write header, segments, row and links of a record that is not there."""
+    txn.put("records", record.key, header)
+    for index, value in enumerate(segments):
+        txn.put("segments", segment_key(record.key, index), value)
+    put_row(txn, usage, record)
 
 
 def usages(txn: Transaction) -> Iterator[Usage]:
@@ -161,10 +141,11 @@ def _usage_or_rebuilt(txn: Transaction, key: bytes, value: memoryview | None) ->
     except DamagedError as error:
         warnings.warn(f"{error}; read again from the record", DamagedRecordWarning, stacklevel=2)
     header = txn.get("records", key)
+    assert header is not None, "a row is asked for a record that is there"
     try:
         record = decode_header(key, header)
         return usage_of(record, len(header), record.created_s)
-    except (DamagedError, FormatVersionError, UnsupportedDtypeError, ValueError) as error:
+    except UNREADABLE as error:
         warnings.warn(f"{error}; skipped", DamagedRecordWarning, stacklevel=2)
         return None
 
@@ -192,16 +173,13 @@ def stored_bytes_of(txn: Transaction, key: bytes) -> int:
 
 
 def remove(txn: Transaction, key: bytes) -> bool:
-    """Delete a record, sound or not, with all that belongs to it; whether anything was there."""
-    header = txn.get("records", key)
+    """Delete a record, readable or not, with all that belongs to it; whether anything was there."""
     links = None
-    if header is not None:
-        try:
-            links = list(_links(decode_header(key, header)))
-        except (DamagedError, FormatVersionError, UnsupportedDtypeError, ValueError):
-            links = None
+    with contextlib.suppress(*UNREADABLE):
+        header = txn.get("records", key)
+        links = None if header is None else list(links_of(decode_header(key, header)))
     if links is None:
-        links = [link for link in txn.keys("links") if link[17:] == key]
+        links = list(links_from(txn, key))
     segments = list(txn.keys("segments", key))
     for segment in segments:
         txn.delete("segments", segment)
@@ -209,6 +187,11 @@ def remove(txn: Transaction, key: bytes) -> bool:
         txn.delete("links", link)
     row = txn.delete("ledger", key)
     return txn.delete("records", key) or row or bool(segments)
+
+
+def links_from(txn: Transaction, key: bytes) -> Iterator[bytes]:
+    """Keys of the links that name a record as their patch; looks through all links."""
+    return (link for link in txn.keys("links") if link[17:] == key)
 
 
 def linked(txn: Transaction, role: bytes, target: bytes) -> list[bytes]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kamera_store import ledger
+from kamera_store import find, ledger, write
 from kamera_store.errors import (
     DamagedError,
+    FormatVersionError,
     KameraStoreError,
     NotAStoreError,
 )
@@ -18,11 +20,10 @@ from kamera_store.format import payload
 from kamera_store.format.header import decode_header
 from kamera_store.format.records import Record
 from kamera_store.format.rows import open_row
-from kamera_store.format.segments import segment_key
-from kamera_store.kvstore import KVStore
-from kamera_store.lmdb.child_walk import child_command
+from kamera_store.lmdb import process_registry
+from kamera_store.lmdb.binding import Transaction
+from kamera_store.lmdb.data_file import child_command
 from kamera_store.lmdb.environment import Environment
-from kamera_store.lmdb.transaction import Transaction
 
 _MAX_DEATHS = 1000
 
@@ -55,6 +56,8 @@ def salvage(
 ) -> SalvageReport:
     """Copy every sound record and state of a damaged store into a new one. The old one is not changed.
 
+    What a newer program wrote is copied as it stands, byte for byte.
+
     Parameters
     ----------
     source : path-like
@@ -72,7 +75,11 @@ def salvage(
     source, target = os.path.realpath(source), os.path.realpath(target)
     if os.path.lexists(target):
         raise NotAStoreError(target, "something stands there already; a rescue needs a new folder")
-    KVStore.open(target).close()
+    env = process_registry.acquire(target, create=True, read_only=False, map_bytes=None)
+    try:
+        write.settle_quota(env, None)
+    finally:
+        process_registry.release(env)
     records = {key[:16] for table in ("records", "ledger", "segments") for key in _list(source, table)}
     work = [f"records {key.hex()}" for key in sorted(records)]
     work += [f"state {key.hex()}" for key in sorted(_list(source, "state"))]
@@ -126,36 +133,53 @@ def list_keys(source: str, table: str) -> None:
 
 def copy_entries(source: str, target: str) -> None:
     """Body of a child: copy the entries named on stdin and say for each whether it was saved."""
-    env = Environment.unchecked(source)
-    with KVStore.open(target, create=False) as store:
+    damaged = Environment.unchecked(source)
+    env = process_registry.acquire(target, create=False, read_only=False, map_bytes=None)
+    try:
         for line in sys.stdin:
             table, key = line.split()
             copy = _copy_record if table == "records" else _copy_state
             try:
-                copy(env, store, bytes.fromhex(key))
+                copy(damaged, env, bytes.fromhex(key))
                 answer = "saved"
             except KameraStoreError:
                 answer = "lost"
             sys.stdout.write(answer + "\n")
             sys.stdout.flush()
+    finally:
+        process_registry.release(env)
 
 
-def _copy_record(env: Environment, store: KVStore, key: bytes) -> None:
-    with env.read() as txn:
+def _copy_record(source: Environment, target: Environment, key: bytes) -> None:
+    with source.read() as txn:
         header = bytes(txn.get("records", key) or b"")
-        record = decode_header(key, header)
-        payload.require_sound(txn, record)
-        names = [segment_key(key, index) for index in range(record.num_segments)]
-        values = [bytes(txn.get("segments", name)) for name in names]
+        segments = [bytes(value) for _, value in txn.scan("segments", key)]
+        try:
+            record = decode_header(key, header)
+        except FormatVersionError:
+            _copy_as_it_stands(txn, target, key)
+            return
+        payload.require_sound(record, find.segment_reader(txn, key), len(segments))
         usage = _usage(txn, record, len(header))
+    target.write(lambda txn: ledger.put_record(txn, record, header, segments, usage))
+
+
+def _copy_as_it_stands(source: Transaction, target: Environment, key: bytes) -> None:
+    """Copy the rows of a record that only a newer program understands; a ledger row that is damaged stays behind."""
+    rows = [("records", key, bytes(source.get("records", key) or b""))]
+    rows += [("segments", name, bytes(value)) for name, value in source.scan("segments", key)]
+    rows += [("links", link, b"") for link in ledger.links_from(source, key)]
+    row = source.get("ledger", key)
+    with contextlib.suppress(DamagedError):
+        if row is not None:
+            open_row("ledger", key, row)
+            rows.append(("ledger", key, bytes(row)))
 
     def action(txn: Transaction) -> None:
-        txn.put("records", key, header)
-        for name, value in zip(names, values, strict=True):
-            txn.put("segments", name, value)
-        ledger.add(txn, usage, record)
+        for table, name, value in rows:
+            txn.put(table, name, value)
 
-    store._write(action)
+    target.write(action)
 
 
 def _usage(txn: Transaction, record: Record, header_bytes: int) -> ledger.Usage:
@@ -166,8 +190,8 @@ def _usage(txn: Transaction, record: Record, header_bytes: int) -> ledger.Usage:
         return ledger.usage_of(record, header_bytes, record.created_s)
 
 
-def _copy_state(env: Environment, store: KVStore, key: bytes) -> None:
-    with env.read() as txn:
+def _copy_state(source: Environment, target: Environment, key: bytes) -> None:
+    with source.read() as txn:
         value = bytes(txn.get("state", key) or b"")
     open_row("state", key, value)
-    store._write(lambda txn: txn.put("state", key, value))
+    target.write(lambda txn: txn.put("state", key, value))

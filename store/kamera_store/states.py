@@ -5,34 +5,17 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from kamera_store.base import State
 from kamera_store.errors import ConflictError, DamagedError
-from kamera_store.format.rows import close_row, open_row
-from kamera_store.format.strict import parse_json, strict_json
-from kamera_store.lmdb.transaction import Transaction
+from kamera_store.format.rows import close_row, open_row, parse_json, strict_json
+from kamera_store.lmdb.binding import Transaction
 
 _VERSION = struct.Struct("<Q")
 _MAX_KEY_BYTES = 500
 WINDOWS = "window"
 _KEY = re.compile("[0-9a-fA-F]{32}")
-
-
-@dataclass(frozen=True)
-class State:
-    """A stored value and its version.
-
-    Attributes
-    ----------
-    value : dict
-        Strict JSON.
-    version : int
-        Grows with every write, also across a deletion.
-    """
-
-    value: dict[str, Any]
-    version: int
 
 
 def state_key(space: str, name: str) -> bytes:
@@ -53,13 +36,13 @@ def state_key(space: str, name: str) -> bytes:
     return key
 
 
-def _parse(key: bytes, value: memoryview) -> State:
+def parse(key: bytes, value: bytes | memoryview) -> State:
+    """Check and parse a stored state; raises DamagedError if its bytes are not what was written."""
     payload = open_row("state", key, value)
     if len(payload) < _VERSION.size:
         raise DamagedError(None, f"state {key!r}", f"at least {_VERSION.size} bytes", len(payload))
-    return State(
-        parse_json(payload[_VERSION.size :], None, f"state {key!r}"), _VERSION.unpack_from(payload)[0]
-    )
+    (version,) = _VERSION.unpack_from(payload)
+    return State(parse_json(payload[_VERSION.size :], None, f"state {key!r}"), int(version))
 
 
 def get(txn: Transaction, space: str, name: str) -> State | None:
@@ -72,7 +55,7 @@ def get(txn: Transaction, space: str, name: str) -> State | None:
     """
     key = state_key(space, name)
     value = txn.get("state", key)
-    return None if value is None else _parse(key, value)
+    return None if value is None else parse(key, value)
 
 
 def put(
@@ -90,7 +73,7 @@ def put(
     found: int | None = None
     if old is not None:
         try:
-            found = _parse(key, old).version
+            found = parse(key, old).version
         except DamagedError:
             if expect != "any":
                 raise
@@ -121,7 +104,7 @@ def pinned(txn: Transaction) -> frozenset[bytes]:
 
 def _windows(txn: Transaction) -> Iterator[State]:
     for key, value in txn.scan("state", WINDOWS.encode() + b"\0"):
-        yield _parse(key, value)
+        yield parse(key, value)
 
 
 def _chunks(window: Mapping[str, Any]) -> Iterator[bytes]:

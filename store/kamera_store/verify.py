@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kamera_store import ledger, states
+from kamera_store import find, ledger, states
 from kamera_store.errors import (
+    UNREADABLE,
     DamagedError,
     FormatVersionError,
     MissingRecordError,
     StoreDamagedError,
-    UnsupportedDtypeError,
 )
 from kamera_store.format import payload, rows
 from kamera_store.format.header import decode_header
-from kamera_store.lmdb import child_walk as probe
-from kamera_store.lmdb.transaction import Transaction
-
-if TYPE_CHECKING:
-    from kamera_store.kvstore import KVStore
+from kamera_store.lmdb import data_file
+from kamera_store.lmdb.binding import Transaction
+from kamera_store.lmdb.environment import Environment
 
 _KEPT_HEADER_BYTES = 64 << 10
 
@@ -61,11 +59,14 @@ class VerifyReport:
         How many records and payload bytes were checked.
     damaged : tuple of Damage
         What failed.
+    num_newer : int
+        How many of the records a newer program wrote: they are no damage, are not checked further, and stay.
     """
 
     num_records: int
     num_bytes: int
     damaged: tuple[Damage, ...]
+    num_newer: int = 0
 
     @property
     def ok(self) -> bool:
@@ -74,14 +75,14 @@ class VerifyReport:
 
 
 def verify(
-    store: KVStore, *, on_progress: Callable[[int, int], None] | None = None, quarantine: bool = True
+    env: Environment, *, on_progress: Callable[[int, int], None] | None = None, quarantine: bool = True
 ) -> VerifyReport:
     """Check every header, payload, ledger row, link and state.
 
     Parameters
     ----------
-    store : KVStore
-        The store; one opened for reading only is checked without moving anything.
+    env : Environment
+        The store.
     on_progress : callable, optional
         Called with (records done, records in all).
     quarantine : bool
@@ -98,56 +99,60 @@ def verify(
         If a walk through the data file, made in a child process first, does not come to its end; `salvage`
         saves what can be read.
     """
-    failure = probe.probe(store.path, touch_values=True, writable=not store.read_only)
+    failure = data_file.walk_in_child(env.folder, touch_values=True, writable=not env.read_only)
     if failure is not None:
-        raise StoreDamagedError(store.path, "data file", "a readable tree", failure)
-    moving = quarantine and not store.read_only
-    with store._env.read() as txn:
+        raise StoreDamagedError(env.folder, "data file", "a readable tree", failure)
+    with env.read() as txn:
         keys = list(txn.keys("records"))
         owners = set(keys)
         orphans = sorted({key[:16] for key in txn.keys("segments")} - owners)
-    damaged, num_bytes = [], 0
+    damaged: list[Damage] = []
+    newer: set[bytes] = set()
+    num_bytes = 0
     for done, key in enumerate(keys):
         if on_progress is not None:
             on_progress(done, len(keys))
-        checked, damage = _check_record(store, key)
-        num_bytes += checked
-        if damage is not None:
-            damaged.append(_set_aside(store, "records", damage, key, moving))
+        try:
+            num_bytes += _check_record(env, key)
+        except FormatVersionError:
+            newer.add(key)
+        except MissingRecordError:
+            continue
+        except DamagedError as error:
+            damaged.append(_set_aside(env, "records", error, key, quarantine))
     for key in orphans:
-        damage = DamagedError(key, "segments", "a record that owns them", "none")
-        damaged.append(_set_aside(store, "segments", damage, key, moving))
+        orphaned = DamagedError(key, "segments", "a record that owns them", "none")
+        damaged.append(_set_aside(env, "segments", orphaned, key, quarantine))
     if on_progress is not None:
         on_progress(len(keys), len(keys))
-    damaged.extend(_check_rows(store, moving))
-    return VerifyReport(len(keys), num_bytes, tuple(damaged))
+    damaged.extend(_check_rows(env, newer, quarantine))
+    return VerifyReport(len(keys), num_bytes, tuple(damaged), len(newer))
 
 
-def _check_record(store: KVStore, key: bytes) -> tuple[int, DamagedError | None]:
-    try:
-        with store._env.read() as txn:
-            header = txn.get("records", key)
-            if header is None:
-                return 0, None
-            record = decode_header(key, header)
-            payload.require_sound(txn, record)
-        for info in record.tensors:
-            store.read(record, ((info.name, info.layer),))
-        return record.payload_bytes, None
-    except MissingRecordError:
-        return 0, None
-    except DamagedError as error:
-        return 0, error
-    except UnsupportedDtypeError as error:
-        return 0, DamagedError(key, "dtype", "a dtype of the format", error.name)
-    except FormatVersionError:
-        return 0, None
+def _check_record(env: Environment, key: bytes) -> int:
+    """Payload bytes of a sound record; raises what is wrong with it."""
+    with env.read() as txn:
+        record = find.under(txn, key)
+        if record is None:
+            raise MissingRecordError(key)
+        payload.require_sound(record, find.segment_reader(txn, key), find.count_segments(txn, key))
+    for info in record.tensors:
+        with env.read() as txn:
+            now = find.current(txn, record)
+            row = now.tensor(info.name, info.layer)
+            ((_, stored),) = payload.fetch(now, [row], find.segment_reader(txn, key))
+        payload.decode(now, row, stored)
+    return record.payload_bytes
 
 
-def _set_aside(store: KVStore, table: str, error: DamagedError, key: bytes, moving: bool) -> Damage:
+def _set_aside(env: Environment, table: str, error: DamagedError, key: bytes, moving: bool) -> Damage:
     if moving:
-        store._write(lambda txn: _move(txn, key, error))
-    return Damage(table, key, error.what, str(error.expected), str(error.found), moving)
+        env.write(lambda txn: _move(txn, key, error))
+    return _damage(table, key, error, moving)
+
+
+def _damage(table: str, key: bytes, error: DamagedError, moved: bool) -> Damage:
+    return Damage(table, key, error.what, str(error.expected), str(error.found), moved)
 
 
 def _move(txn: Transaction, key: bytes, error: DamagedError) -> None:
@@ -160,41 +165,39 @@ def _move(txn: Transaction, key: bytes, error: DamagedError) -> None:
     txn.put("quarantine", key, rows.close_row("quarantine", key, json.dumps(note, sort_keys=True).encode()))
 
 
-def _check_rows(store: KVStore, moving: bool) -> list[Damage]:
-    """Ledger rows, links, states and the format table."""
+def _check_rows(env: Environment, newer: set[bytes], moving: bool) -> list[Damage]:
+    """Ledger rows, links, states and the format table.
+
+    Rows and links of a newer program's records cannot be made again here: they stay as they are.
+    """
     found: list[Damage] = []
-    with store._env.read() as txn:
+    with env.read() as txn:
         records = set(txn.keys("records"))
-        ledger_rows = dict.fromkeys(records)
-        for key, value in txn.scan("ledger"):
-            ledger_rows[key] = bytes(value)
-        wanted = set()
-        for key in records:
-            try:
-                wanted.update(ledger._links(decode_header(key, txn.get("records", key))))
-            except (DamagedError, FormatVersionError, UnsupportedDtypeError, ValueError):
-                continue
-        links = set(txn.keys("links"))
-        for key, value in txn.scan("state"):
-            try:
-                states._parse(key, value)
-            except DamagedError as error:
-                found.append(Damage("state", key, error.what, str(error.expected), str(error.found), False))
-        for table in ("format", "quarantine"):
+        ledger_rows: dict[bytes, bytes | None] = dict.fromkeys(records)
+        ledger_rows.update((key, bytes(value)) for key, value in txn.scan("ledger"))
+        wanted: set[bytes] = set()
+        for key in records - newer:
+            with contextlib.suppress(*UNREADABLE):
+                wanted.update(ledger.links_of(decode_header(key, txn.get("records", key) or b"")))
+        links = {link for link in txn.keys("links") if link[17:] not in newer}
+        for table in ("state", "format", "quarantine"):
             for key, value in txn.scan(table):
                 try:
-                    rows.open_row(table, key, value)
+                    if table == "state":
+                        states.parse(key, value)
+                    else:
+                        rows.open_row(table, key, value)
                 except DamagedError as error:
-                    found.append(Damage(table, key, error.what, str(error.expected), str(error.found), False))
-    for key, value in ledger_rows.items():
-        error = _ledger_error(key, value, key in records)
-        if error is not None:
-            found.append(Damage("ledger", key, error.what, str(error.expected), str(error.found), moving))
+                    found.append(_damage(table, key, error, False))
+    for key, row in ledger_rows.items():
+        wrong = _ledger_error(key, row, key in records)
+        if wrong is not None:
+            found.append(_damage("ledger", key, wrong, moving and key not in newer))
     for link in sorted(links ^ wanted):
         sides = ("no link", "a link") if link in links else ("a link", "no link")
         found.append(Damage("links", link, "link", *sides, moving))
     if moving and found:
-        store._write(lambda txn: _mend(txn, [damage for damage in found if damage.quarantined]))
+        env.write(lambda txn: _mend(txn, [damage for damage in found if damage.quarantined]))
     return found
 
 
@@ -221,8 +224,6 @@ def _mend(txn: Transaction, damages: list[Damage]) -> None:
             txn.delete("ledger", key)
         if header is None:
             continue
-        try:
+        with contextlib.suppress(*UNREADABLE):
             record = decode_header(key, header)
-        except (DamagedError, FormatVersionError, UnsupportedDtypeError):
-            continue
-        ledger.add(txn, ledger.usage_of(record, len(header), record.created_s), record)
+            ledger.put_row(txn, ledger.usage_of(record, len(header), record.created_s), record)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import lmdb
 
-from kamera_store.lmdb.transaction import TABLES
+from kamera_store.lmdb.binding import TABLES
 
 
 @contextmanager

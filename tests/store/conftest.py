@@ -15,7 +15,9 @@ import pytest
 
 import kamera_store
 from kamera_store import Identity, KVStore, Record, TensorBytes, chunk_identity, patch_identity
-from kamera_store.lmdb.transaction import TABLES
+from kamera_store.lmdb.binding import TABLES
+
+pytest.register_assert_rewrite("conformance")
 
 SOURCE = str(Path(kamera_store.__file__).resolve().parents[1])
 

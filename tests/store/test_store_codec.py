@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from kamera_store import DamagedError, KVStore, TensorBytes, UnsupportedDtypeError
+from kamera_store import DamagedError, KVStore, NewerRecordError, TensorBytes, UnsupportedDtypeError
 from kamera_store.format import codec
 from kamera_store.format.keys import checksum64
 from kamera_store.format.records import RAW, ZSTD, Plane, TensorInfo
@@ -193,7 +193,7 @@ def test_header_whose_shape_does_not_fit_its_bytes_is_refused(kit):
         with pytest.raises(DamagedError):
             decode_header(record.key, encode_header(replace(record, tensors=(row, *record.tensors[1:]))))
     odd = first._replace(dtype="float13")
-    with pytest.raises(UnsupportedDtypeError, match="float13"):
+    with pytest.raises(NewerRecordError, match="float13"):
         decode_header(record.key, encode_header(replace(record, tensors=(odd, *record.tensors[1:]))))
 
 

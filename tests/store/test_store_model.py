@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -72,15 +73,17 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.delete([chunk[0].key])
         self.records.pop(chunk[0].key, None)
 
-    @rule(tenant=st.sampled_from(TENANTS), unit=st.sampled_from(("unit0", "unit1", "patches")))
-    def delete_unit(self, tenant, unit):
-        self.store.delete_unit(tenant, unit)
+    @rule(unit=st.sampled_from(("unit0", "unit1", "patches")))
+    def evict_unit(self, unit):
+        plan = self.store.plan_eviction(to_bytes=0)
+        due = tuple(one for one in plan.units if one.unit.unit == unit)
+        self.store.evict(replace(plan, units=due))
         homes = {key: (t, u) for key, (i, t, u, _, _) in self.records.items() if i.kind == "chunk"}
         for key, (ident, own_tenant, own_unit, meta, _) in list(self.records.items()):
             home = (own_tenant, own_unit)
             if ident.kind == "patch":
                 home = homes.get(bytes.fromhex(meta["chunk"]), home)
-            if home == (tenant, unit):
+            if home[1] == unit:
                 del self.records[key]
 
     @rule(name=st.sampled_from(("a", "b")), number=st.integers(0, 9), stale=st.booleans())
@@ -97,10 +100,6 @@ class StoreMachine(RuleBasedStateMachine):
         version = self.store.put_state("s", name, {"n": number}, expect=expect)
         assert expect is None or version > expect
         self.states[name] = ({"n": number}, version)
-
-    @rule(name=st.sampled_from(("a", "b")))
-    def delete_state(self, name):
-        assert self.store.delete_state("s", name) == (self.states.pop(name, None) is not None)
 
     @rule()
     def reopen(self):

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from kamera_store import KVStore
-from kamera_store.lmdb import folder_check as guard
+from kamera_store.lmdb import data_file, folder_check
 
 NUM_KILLS = int(os.environ.get("KAMERA_TEST_KILLS", "6"))
 
@@ -79,7 +79,7 @@ def test_kill_during_compact_leaves_a_whole_store(folder, kit, spawn):
         child.send_signal(signal.SIGKILL)
         child.wait()
         with KVStore.open(folder) as store:
-            assert not [name for name in os.listdir(folder) if name.startswith(guard.SCRATCH_PREFIX)]
+            assert not [name for name in os.listdir(folder) if name.startswith(folder_check.SCRATCH_PREFIX)]
             assert store.stats().count == 12 and store.verify().ok
 
 
@@ -88,7 +88,7 @@ def test_reader_killed_in_a_transaction_does_not_hold_pages_for_ever(folder, kit
         "import sys, time\n"
         "from conftest import *\n"
         "store = KVStore.open(sys.argv[1])\n"
-        "with store._env.read() as txn:\n"
+        "with store.environment.read() as txn:\n"
         "    print('reading', flush=True)\n"
         "    time.sleep(60)\n"
     )
@@ -100,28 +100,28 @@ def test_reader_killed_in_a_transaction_does_not_hold_pages_for_ever(folder, kit
         child.wait()
         again = spawn("import sys\nfrom conftest import *\nKVStore.open(sys.argv[1]).close()", str(folder))
         assert again.wait(30) == 0
-        assert keeper._env._handle().reader_check() == 0, "the second process should have cleared the slot"
+        assert keeper.environment.handle().reader_check() == 0, (
+            "the second process should have cleared the slot"
+        )
 
 
 def test_seal_is_there_after_a_clean_end_and_gone_while_in_use(folder, kit, monkeypatch):
-    from kamera_store.lmdb import child_walk as probe
-
-    probed = []
-    monkeypatch.setattr(probe, "probe", lambda *args, **kw: probed.append(args))
+    walked = []
+    monkeypatch.setattr(data_file, "walk_in_child", lambda *args, **kw: walked.append(args))
     with KVStore.open(folder) as store:
         assert not (folder / "seal").exists()
         kit.put_chunk(store, 1)
     assert (folder / "seal").exists()
     KVStore.open(folder).close()
-    assert probed == []
+    assert walked == []
     os.utime(folder / "data.mdb")
     KVStore.open(folder).close()
-    assert len(probed) == 1
+    assert len(walked) == 1
     (folder / "seal").unlink()
     KVStore.open(folder, read_only=True).close()
-    assert len(probed) == 2
+    assert len(walked) == 2
     KVStore.open(folder, read_only=True).close()
-    assert len(probed) == 2
+    assert len(walked) == 2
 
 
 def test_process_that_ends_without_close_still_leaves_a_seal(folder, kit):
@@ -133,19 +133,22 @@ def test_process_that_ends_without_close_still_leaves_a_seal(folder, kit):
 def test_fork_opens_its_own_environment(folder, kit):
     with KVStore.open(folder) as store:
         ident = kit.put_chunk(store, 1)
-        mine = store._env._handle()
+        mine = store.environment.handle()
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
                 record = store.find(ident, tenant="t")
-                same = kit.same_tensors(store, record, kit.tensors_of(1)) and store._env._handle() is not mine
+                same = (
+                    kit.same_tensors(store, record, kit.tensors_of(1))
+                    and store.environment.handle() is not mine
+                )
                 kit.put_chunk(store, 2)
                 code = 0 if same else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert store._env._handle() is mine
+        assert store.environment.handle() is mine
         assert store.find(kit.identity_of(2), tenant="t") is not None
         kit.put_chunk(store, 3)
         assert store.verify().ok

@@ -1,1 +1,1 @@
-"""The bytes of a store: keys, records, headers, segments, payloads, codecs. See FORMAT.md."""
+"""The bytes of a store: keys, records, headers, segments, payloads, codecs. See docs/format.md."""

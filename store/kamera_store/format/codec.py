@@ -16,7 +16,7 @@ import zstandard
 
 from kamera_store.errors import DamagedError
 from kamera_store.format.keys import checksum64
-from kamera_store.format.records import RAW, ZSTD, Plane, TensorBytes, TensorInfo, item_bytes
+from kamera_store.format.records import RAW, ZSTD, Plane, TensorBytes, TensorInfo, byte_view, item_bytes
 
 LEVEL = 1
 """zstd level. Higher ones gain nothing on exponent bytes and cost speed."""
@@ -98,7 +98,8 @@ def encode(tensor: TensorBytes) -> Encoded:
         return _finish((Plane(0, size, RAW, len(view)),), (view,))
     layout = LAYOUTS.get(tensor.dtype, whole)
     parts = [view] if layout == whole else _split(np.frombuffer(view, np.uint8), size, layout)
-    planes, pieces = [], []
+    planes: list[Plane] = []
+    pieces: list[bytes | memoryview] = []
     for (start, width), part in zip(layout, parts, strict=True):
         packed = _compress(part)
         pieces.append(part if packed is None else packed)
@@ -116,8 +117,7 @@ def _split(flat: np.ndarray, size: int, layout: Sequence[tuple[int, int]]) -> li
     """Planes of a flat byte array, each contiguous."""
     rows = flat.reshape(-1, size)
     return [
-        memoryview(np.ascontiguousarray(rows[:, start : start + width]).reshape(-1))
-        for start, width in layout
+        byte_view(np.ascontiguousarray(rows[:, start : start + width]).reshape(-1)) for start, width in layout
     ]
 
 
@@ -163,9 +163,7 @@ def decode(key: bytes, info: TensorInfo, stored: np.ndarray) -> np.ndarray:
     what = f"tensor {info.name!r} of layer {info.layer}"
     if len(stored) != info.stored_bytes:
         raise DamagedError(key, f"{what} (length)", info.stored_bytes, len(stored))
-    checksum = checksum64((memoryview(stored),))
-    if checksum != info.checksum:
-        raise DamagedError(key, f"{what} (checksum)", f"{info.checksum:016x}", f"{checksum:016x}")
+    require_checksum(key, info, stored)
     if not info.raw_bytes:
         return np.empty(0, np.uint8)
     size = item_bytes(info.dtype)
@@ -178,7 +176,7 @@ def decode(key: bytes, info: TensorInfo, stored: np.ndarray) -> np.ndarray:
         frames.append(frame)
     if len(frames) == 1 and info.planes[0].codec == RAW:
         return stored
-    parts = []
+    parts: list[np.ndarray] = []
     for plane, frame in zip(info.planes, frames, strict=True):
         parts.append(frame if plane.codec == RAW else _decompress(key, what, frame, num_items * plane.width))
     if len(parts) == 1:
@@ -186,6 +184,14 @@ def decode(key: bytes, info: TensorInfo, stored: np.ndarray) -> np.ndarray:
     out = np.empty(info.raw_bytes, np.uint8)
     merge(parts, [(plane.start, plane.width) for plane in info.planes], size, out)
     return out
+
+
+def require_checksum(key: bytes, info: TensorInfo, stored: np.ndarray) -> None:
+    """Refuse a tensor's stored bytes, (stored_bytes,) uint8, whose checksum is not that of its row (`DamagedError`)."""
+    checksum = checksum64((byte_view(stored),))
+    if checksum != info.checksum:
+        what = f"tensor {info.name!r} of layer {info.layer} (checksum)"
+        raise DamagedError(key, what, f"{info.checksum:016x}", f"{checksum:016x}")
 
 
 def require_frame(
@@ -207,7 +213,7 @@ def require_frame(
             key, f"{what} (frame)", f"{expected_bytes} bytes", f"a frame of {len(frame)} bytes"
         )
     try:
-        declared = zstandard.frame_content_size(frame)
+        declared = zstandard.frame_content_size(byte_view(frame))
     except zstandard.ZstdError as error:
         raise DamagedError(key, f"{what} (frame)", "a zstd frame", str(error)) from error
     if declared != expected_bytes:
@@ -218,7 +224,7 @@ def require_frame(
 def _decompress(key: bytes, what: str, frame: np.ndarray, expected_bytes: int) -> np.ndarray:
     try:
         data = _contexts.decompressor.decompress(
-            frame, max_output_size=expected_bytes, allow_extra_data=False
+            byte_view(frame), max_output_size=expected_bytes, allow_extra_data=False
         )
     except zstandard.ZstdError as error:
         raise DamagedError(key, f"{what} (frame)", f"{expected_bytes} bytes", str(error)) from error

@@ -6,10 +6,19 @@ import math
 import struct
 from functools import lru_cache
 
-from kamera_store.errors import DamagedError, FormatVersionError, NotAKameraEntryError, UnsupportedDtypeError
+from kamera_store.errors import DamagedError, FormatVersionError, NewerRecordError, NotAKameraEntryError
 from kamera_store.format.keys import checksum64
-from kamera_store.format.records import ITEM_BYTES, RAW, ZSTD, Plane, Record, TensorInfo
-from kamera_store.format.strict import parse_json, strict_json
+from kamera_store.format.records import (
+    ITEM_BYTES,
+    KINDS,
+    RAW,
+    ZSTD,
+    Plane,
+    Record,
+    TensorInfo,
+    references,
+)
+from kamera_store.format.rows import parse_json, strict_json
 
 MAGIC = b"KAMERAKV"
 VERSION = 1
@@ -40,7 +49,9 @@ def encode_header(record: Record) -> bytes:
     meta = strict_json(record.meta)
     words = list(dict.fromkeys(word for info in record.tensors for word in (info.name, info.dtype)))
     place = {word: index for index, word in enumerate(words)}
-    rows, sizes, planes = [], [], []
+    rows: list[bytes] = []
+    sizes: list[int] = []
+    planes: list[bytes] = []
     for info in record.tensors:
         numbers = (info.raw_bytes, info.offset, info.stored_bytes, info.checksum)
         words_at = (place[info.name], place[info.dtype])
@@ -62,7 +73,10 @@ def encode_header(record: Record) -> bytes:
 
 def header_checksum(value: bytes | memoryview) -> int:
     """The checksum that a header carries in its last 8 bytes; 0 for a value too short to be one."""
-    return _CHECKSUM.unpack_from(value, len(value) - _CHECKSUM.size)[0] if len(value) >= _CHECKSUM.size else 0
+    if len(value) < _CHECKSUM.size:
+        return 0
+    (checksum,) = _CHECKSUM.unpack_from(value, len(value) - _CHECKSUM.size)
+    return int(checksum)
 
 
 class _Cursor:
@@ -105,9 +119,10 @@ def decode_header(key: bytes, value: bytes | memoryview) -> Record:
     NotAKameraEntryError
         If the value does not begin like a header.
     FormatVersionError
-        If a newer program wrote it.
+        If the checksum is right and a newer program wrote it: it has another version, or, as `NewerRecordError`,
+        a record kind, dtype or codec that is unknown here.
     DamagedError
-        If any length, the checksum, the key or the tensor table is wrong.
+        If any length, the checksum, the key, the tensor table or a reference is wrong.
     """
     data = bytes(value)
     if data[:8] != MAGIC:
@@ -129,6 +144,8 @@ def decode_header(key: bytes, value: bytes | memoryview) -> Record:
         raise DamagedError(key, "key in header", bytes(key).hex(), own_key.hex())
     cursor = _Cursor(data, _FIXED.size, end, bytes(key))
     kind, tenant, unit = cursor.text("kind"), cursor.text("tenant"), cursor.text("unit")
+    if kind not in KINDS:
+        raise NewerRecordError(key, "record kind", kind, KINDS)
     words = [cursor.text("tensor name") for _ in range(num_words)]
     at = cursor.take(meta_bytes, "meta")
     meta = parse_json(data[at : at + meta_bytes], key, "header (meta)")
@@ -140,6 +157,10 @@ def decode_header(key: bytes, value: bytes | memoryview) -> Record:
         stored_checksum,
     )  # fmt: skip
     _require_table(record, raw_bytes)
+    try:
+        references(record)
+    except ValueError as error:
+        raise DamagedError(key, "header (meta)", "keys of records", str(error)) from error
     return record
 
 
@@ -153,16 +174,22 @@ def _decode_table(cursor: _Cursor, num_tensors: int, words: list[str]) -> tuple[
     for start, width, codec, zero, stored_bytes in _PLANE.iter_unpack(
         memoryview(cursor.data)[at : cursor.at]
     ):
-        if zero or codec not in (RAW, ZSTD):
-            raise DamagedError(cursor.key, "plane", "codec 0 or 1", codec)
+        if codec not in (RAW, ZSTD):
+            raise NewerRecordError(cursor.key, "codec", codec, (RAW, ZSTD))
+        if zero:
+            raise DamagedError(cursor.key, "plane", 0, zero)
         planes.append(Plane(start, width, codec, stored_bytes))
     tensors, size_at, plane_at = [], 0, 0
-    for name, dtype, layer, num_dimensions, own_planes, zero, *numbers in rows:
+    for name, dtype, layer, num_dimensions, own_planes, zero, raw, offset, stored, checksum in rows:
         if zero or name >= len(words) or dtype >= len(words):
             raise DamagedError(cursor.key, "tensor table", f"{len(words)} words", (name, dtype, zero))
         shape, size_at = sizes[size_at : size_at + num_dimensions], size_at + num_dimensions
         layout, plane_at = tuple(planes[plane_at : plane_at + own_planes]), plane_at + own_planes
-        tensors.append(TensorInfo(words[name], layer, words[dtype], shape, *numbers, layout))
+        if words[dtype] not in ITEM_BYTES:
+            raise NewerRecordError(cursor.key, "dtype", words[dtype], tuple(ITEM_BYTES))
+        tensors.append(
+            TensorInfo(words[name], layer, words[dtype], shape, raw, offset, stored, checksum, layout)
+        )
     return tuple(tensors)
 
 
@@ -181,9 +208,7 @@ def _require_table(record: Record, raw_bytes: int) -> None:
     """Refuse a table whose numbers do not fit each other, before anything is allocated from it."""
     offset = 0
     for info in record.tensors:
-        size = ITEM_BYTES.get(info.dtype)
-        if size is None:
-            raise UnsupportedDtypeError(info.dtype)
+        size = ITEM_BYTES[info.dtype]
         expected, planes = math.prod(info.shape) * size, info.planes
         if expected != info.raw_bytes:
             raise _table_error(record, info, f"{expected} bytes", info.raw_bytes)

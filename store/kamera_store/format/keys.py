@@ -7,12 +7,11 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import xxhash
 
-if TYPE_CHECKING:
-    from kamera_store.format.records import TensorBytes
+from kamera_store.format.records import TensorBytes
 
 ENCODING = b"kamera.encoding.v1"
 _READ_BYTES = 1 << 20
@@ -64,22 +63,30 @@ def _framed(tag: bytes, payload: bytes) -> Iterator[bytes]:
     yield payload
 
 
-def _pieces(value: Any) -> Iterator[bytes | memoryview]:
-    """Canonical encoding of one value: a type tag, a length, the payload. Large payloads are not copied."""
+def _scalar(value: object) -> tuple[bytes, bytes] | None:
+    """Type tag and payload of a value without parts; None for any other value."""
     if value is None:
-        yield from _framed(b"N", b"")
-    elif isinstance(value, bool):
-        yield from _framed(b"B", b"\x01" if value else b"\x00")
-    elif isinstance(value, int):
-        yield from _framed(b"I", str(value).encode())
-    elif isinstance(value, float):
+        return b"N", b""
+    if isinstance(value, bool):
+        return b"B", b"\x01" if value else b"\x00"
+    if isinstance(value, int):
+        return b"I", str(value).encode()
+    if isinstance(value, float):
         if value != value:
             raise ValueError("NaN has no place in an identity")
-        yield from _framed(b"F", struct.pack(">d", value))
-    elif isinstance(value, str):
-        yield from _framed(b"S", value.encode())
-    elif isinstance(value, (bytes, bytearray, memoryview)):
-        yield from _framed(b"Y", bytes(value))
+        return b"F", struct.pack(">d", value)
+    if isinstance(value, str):
+        return b"S", value.encode()
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return b"Y", bytes(value)
+    return None
+
+
+def _pieces(value: object) -> Iterator[bytes | memoryview]:
+    """Canonical encoding of one value: a type tag, a length, the payload. A tensor's bytes are not copied."""
+    scalar = _scalar(value)
+    if scalar is not None:
+        yield from _framed(*scalar)
     elif isinstance(value, Mapping):
         if not all(isinstance(name, str) for name in value):
             raise TypeError("names in an identity are strings")
@@ -91,9 +98,7 @@ def _pieces(value: Any) -> Iterator[bytes | memoryview]:
         yield b"L" + _LENGTH.pack(len(value))
         for item in value:
             yield from _pieces(item)
-    elif isinstance(value, Identity):
-        yield from _pieces({"kind": value.kind, "key": value.key, "digest": value.digest})
-    elif hasattr(value, "dtype") and hasattr(value, "view") and hasattr(value, "layer"):
+    elif isinstance(value, TensorBytes):
         yield b"T"
         yield from _pieces([value.name, value.layer, value.dtype, value.shape])
         data = value.view()
@@ -117,7 +122,7 @@ def encode(tag: str, fields: Mapping[str, Any]) -> bytes:
     tag : str
         What is encoded, so that equal fields of two purposes differ.
     fields : mapping
-        Values: None, bool, int, float, str, bytes, list or tuple, mapping, `TensorBytes`, `Identity`.
+        Values: None, bool, int, float, str, bytes, list or tuple, mapping, `TensorBytes`.
         Names are sorted; every value carries its type and length.
 
     Returns
@@ -132,13 +137,6 @@ def encode(tag: str, fields: Mapping[str, Any]) -> bytes:
         If a float is NaN.
     """
     return b"".join(bytes(piece) for piece in _encoding(tag, fields))
-
-
-def tensor_field(name: str, dtype: str, shape: Sequence[int], data: Any, layer: int = -1) -> TensorBytes:
-    """A tensor as a field of an encoding: name, dtype and shape count, not only the bytes."""
-    from kamera_store.format.records import TensorBytes
-
-    return TensorBytes(name, layer, dtype, tuple(shape), data)
 
 
 def identity(kind: str, fields: Mapping[str, Any]) -> Identity:
@@ -193,7 +191,7 @@ def patch_identity(
     *,
     chunk: Identity | tuple[bytes, bytes],
     antecedents: Sequence[Identity | tuple[bytes, bytes]],
-    kind: Literal["exact", "orbit", "composed", "removal"],
+    kind: Literal["exact", "orbit"],
     tenant: str,
     extra: Mapping[str, Any] | None = None,
 ) -> Identity:
@@ -206,14 +204,14 @@ def patch_identity(
     antecedents : sequence of Identity or (key, digest)
         Chunks before it; their order counts except for ``orbit``, which sorts them.
     kind : str
-        ``exact``, ``orbit``, ``composed`` or ``removal``.
+        ``exact`` or ``orbit``.
     tenant : str
         Inherited from the antecedents.
     extra : mapping, optional
         Whatever else shapes the patch.
     """
-    if kind not in ("exact", "orbit", "composed", "removal"):
-        raise ValueError(f"patch kind {kind!r} is none of exact, orbit, composed, removal")
+    if kind not in ("exact", "orbit"):
+        raise ValueError(f"patch kind {kind!r} is none of exact, orbit")
     pairs = [_pair(item) for item in antecedents]
     if kind == "orbit":
         pairs.sort()
@@ -246,16 +244,6 @@ def fingerprint_digest(fields: Mapping[str, Any]) -> str:
     for piece in _encoding("fingerprint", fields):
         proof.update(piece)
     return proof.hexdigest()
-
-
-def text_digest(text: str) -> str:
-    """Hex SHA-256 of a text's UTF-8 bytes."""
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def bytes_digest(data: bytes | memoryview) -> str:
-    """Hex SHA-256 of bytes."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def file_sha256(path: str | os.PathLike[str], on_progress: Callable[[int, int], None] | None = None) -> str:

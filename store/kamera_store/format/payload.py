@@ -1,32 +1,38 @@
-"""Between a record and its segments: prepare one for writing, read one back."""
+"""A record's tensors to a payload of segments and back; needs numpy and zstandard, which a listing does not load."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kamera_store import ledger
-from kamera_store.errors import DamagedError, MissingRecordError
+from kamera_store.errors import DamagedError
 from kamera_store.format import codec, segments
-from kamera_store.format.header import decode_header, encode_header, header_checksum
-from kamera_store.format.keys import Identity, checksum64
+from kamera_store.format.header import encode_header
+from kamera_store.format.keys import Identity
 from kamera_store.format.records import (
+    KINDS,
     RAW,
     Record,
     TensorBytes,
     TensorInfo,
+    references,
     sort_tensors,
 )
-from kamera_store.lmdb.transaction import Transaction
+
+SegmentOf = Callable[[int], memoryview | None]
+"""Gives the stored value of a record's segment by number, None where there is none."""
+
+Stored = tuple[TensorInfo, np.ndarray]
+"""A tensor's row and its stored bytes, (stored_bytes,) uint8."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A record encoded and ready to be written in one transaction.
+    """A record encoded and ready to be written.
 
     Attributes
     ----------
@@ -45,6 +51,11 @@ class Prepared:
     pieces: tuple[bytes | memoryview, ...]
     needed_bytes: int
 
+    def segments(self) -> Iterator[bytearray]:
+        """Stored values of the segments in order; each is valid until the next is taken."""
+        record = self.record
+        return segments.cut(record.key, record.digest, self.pieces, record.payload_bytes)
+
 
 def prepare(
     identity: Identity,
@@ -54,16 +65,21 @@ def prepare(
     meta: Mapping[str, Any],
     tensors: Iterable[TensorBytes],
     cost_ms: float,
-    created_s: float | None,
+    created_s: float | None = None,
 ) -> Prepared:
-    """Encode a record; nothing is written.
+    """Encode a record; nothing is written. Parameters as in `kamera_store.base.Store.put`.
 
     Raises
     ------
     ValueError
-        If two tensors share name and layer, or `meta` is not strict JSON, or a reference in it is no key.
+        If the format has no such kind, two tensors share name and layer, `meta` is not strict JSON, or a reference
+        in it is no key.
     """
-    infos, pieces, offset = [], [], 0
+    if identity.kind not in KINDS:
+        raise ValueError(f"record kind {identity.kind!r} is none of {', '.join(KINDS)}")
+    infos: list[TensorInfo] = []
+    pieces: list[bytes | memoryview] = []
+    offset = 0
     for tensor in sort_tensors(tensors):
         encoded = codec.encode(tensor)
         infos.append(encoded.info(tensor, offset))
@@ -74,69 +90,43 @@ def prepare(
         identity.kind, identity.key, identity.digest, tenant, unit, dict(meta), tuple(infos), created,
         float(cost_ms), offset, segments.num_segments(offset),
     )  # fmt: skip
-    ledger.references(record)
+    references(record)
     header = encode_header(record)
     return Prepared(record, header, tuple(pieces), segments.needed_bytes(offset, len(header)))
 
 
-def write(txn: Transaction, prepared: Prepared, now_s: float) -> None:
-    """Write header, segments, ledger row and links."""
-    record = prepared.record
-    txn.put("records", record.key, prepared.header)
-    values = segments.cut(record.key, record.digest, prepared.pieces, record.payload_bytes)
-    for index, value in enumerate(values):
-        txn.put("segments", segments.segment_key(record.key, index), value)
-    ledger.add(txn, ledger.usage_of(record, len(prepared.header), now_s), record)
-
-
-def current(txn: Transaction, record: Record) -> Record:
-    """The record in hand, or its present writing if it was written again meanwhile.
+def fetch(record: Record, infos: Iterable[TensorInfo], segment_of: SegmentOf) -> list[Stored]:
+    """Copy the stored bytes of some tensors out of the segments; only the segments' frames are checked yet.
 
     Raises
     ------
-    MissingRecordError
-        If the store has no such record any more.
     DamagedError
-        If the stored header is damaged or is of another content.
+        If a segment is absent or not the one asked for.
     """
-    header = txn.get("records", record.key)
-    if header is None:
-        raise MissingRecordError(record.key)
-    found = decode_header(record.key, header) if header_checksum(header) != record.header_checksum else None
-    if found is None:
-        return record
-    if found.digest != record.digest:
-        raise DamagedError(record.key, "identity", record.digest.hex(), found.digest.hex())
-    return found
-
-
-def fetch(
-    txn: Transaction, record: Record, infos: Iterable[TensorInfo]
-) -> list[tuple[TensorInfo, np.ndarray]]:
-    """Copy the stored bytes of some tensors out of the map; only the segments' frames are checked yet."""
     opened: dict[int, memoryview] = {}
     out = []
     for info in infos:
         stored = np.empty(info.stored_bytes, np.uint8)
-        target, at = memoryview(stored), 0
+        at = 0
         while at < info.stored_bytes:
             index, start = divmod(info.offset + at, segments.DATA_BYTES)
             data = opened.get(index)
             if data is None:
                 if len(opened) > 1:
                     opened.clear()
-                value = txn.get("segments", segments.segment_key(record.key, index))
-                data = segments.open_segment(record.key, record.digest, index, record.payload_bytes, value)
+                data = segments.open_segment(
+                    record.key, record.digest, index, record.payload_bytes, segment_of(index)
+                )
                 opened[index] = data
             step = min(len(data) - start, info.stored_bytes - at)
-            target[at : at + step] = data[start : start + step]
+            stored.data[at : at + step] = data[start : start + step]
             at += step
         out.append((info, stored))
     return out
 
 
 def decode(record: Record, info: TensorInfo, stored: np.ndarray) -> TensorBytes:
-    """Check and decompress one tensor."""
+    """Check and decompress one tensor; errors as in `codec.decode`."""
     whole_raw = len(info.planes) == 1 and info.planes[0].codec == RAW
     data = codec.decode(record.key, info, stored)
     return TensorBytes(info.name, info.layer, info.dtype, info.shape, data, "raw" if whole_raw else "auto")
@@ -147,7 +137,7 @@ class FetchedLayer:
     """Stored bytes of one layer of a record, not yet checked against their checksums."""
 
     record: Record
-    pieces: list[tuple[TensorInfo, np.ndarray]]
+    pieces: list[Stored]
 
     def decode(self) -> dict[str, TensorBytes]:
         """Check and decompress: tensors by name.
@@ -160,26 +150,26 @@ class FetchedLayer:
         return {info.name: decode(self.record, info, stored) for info, stored in self.pieces}
 
 
-def fetch_layer(txn: Transaction, record: Record, layer: int) -> FetchedLayer:
-    """Copy the stored bytes of one layer out of the map; errors as in `current`."""
-    now = current(txn, record)
-    return FetchedLayer(now, fetch(txn, now, now.layer_tensors(layer)))
-
-
-def require_sound(txn: Transaction, record: Record) -> None:
+def require_sound(record: Record, segment_of: SegmentOf, found_segments: int) -> None:
     """Check every stored byte of a record's payload without decompressing it.
+
+    Parameters
+    ----------
+    record : Record
+        What its header says.
+    segment_of : callable
+        Gives its segments.
+    found_segments : int
+        How many segments stand under its key.
 
     Raises
     ------
     DamagedError
-        If a segment or a checksum is wrong.
+        If a segment or a checksum is wrong, or there are more or fewer segments than the header says.
     """
     for info in record.tensors:
-        for _, stored in fetch(txn, record, (info,)):
-            checksum = checksum64((memoryview(stored),))
-            if checksum != info.checksum:
-                what = f"tensor {info.name!r} of layer {info.layer} (checksum)"
-                raise DamagedError(record.key, what, f"{info.checksum:016x}", f"{checksum:016x}")
-    extra = sum(1 for _ in txn.keys("segments", record.key)) - record.num_segments
-    if extra or record.num_segments != segments.num_segments(record.payload_bytes):
-        raise DamagedError(record.key, "number of segments", record.num_segments, record.num_segments + extra)
+        for _, stored in fetch(record, (info,), segment_of):
+            codec.require_checksum(record.key, info, stored)
+    expected = segments.num_segments(record.payload_bytes)
+    if not expected == record.num_segments == found_segments:
+        raise DamagedError(record.key, "number of segments", record.num_segments, found_segments)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 RAW, ZSTD = 0, 1
 
+KINDS = ("chunk", "patch", "source")
+"""Kinds of records that the format defines."""
+
 ITEM_BYTES: Mapping[str, int] = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2,
     "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
@@ -38,9 +41,13 @@ def item_bytes(dtype: str) -> int:
         raise UnsupportedDtypeError(dtype) from None
 
 
+def _buffer(data: Any) -> memoryview:
+    return memoryview(data)
+
+
 def byte_view(data: Any) -> memoryview:
     """Flat read-only view of the bytes of any C-contiguous buffer, empty ones included."""
-    view = memoryview(data)
+    view = _buffer(data)
     if not view.c_contiguous:
         raise ValueError("tensor bytes must be C-contiguous")
     if view.nbytes == 0:
@@ -88,7 +95,7 @@ class TensorBytes:
         if any(size < 0 for size in shape) or len(shape) > MAX_DIMENSIONS:
             raise ValueError(f"tensor {self.name!r}: shape {shape} is not storable")
         expected = math.prod(shape) * item_bytes(self.dtype)
-        found = memoryview(self.data).nbytes
+        found = _buffer(self.data).nbytes
         if expected != found:
             raise ValueError(
                 f"tensor {self.name!r}: shape {shape} of {self.dtype} is {expected} bytes, data has {found}"
@@ -99,7 +106,7 @@ class TensorBytes:
     @property
     def raw_bytes(self) -> int:
         """Size of the data in bytes."""
-        return memoryview(self.data).nbytes
+        return _buffer(self.data).nbytes
 
     def view(self) -> memoryview:
         """Flat read-only view of the data."""
@@ -165,7 +172,7 @@ class Record:
     Attributes
     ----------
     kind : str
-        ``chunk``, ``patch`` or ``source``.
+        One of `KINDS`.
     key, digest : bytes
         16 bytes xxh3-128 and 32 bytes SHA-256 of the same canonical encoding.
     tenant, unit : str
@@ -253,3 +260,40 @@ def sort_tensors(tensors: Iterable[TensorBytes]) -> list[TensorBytes]:
     if len(seen) != len(ordered):
         raise ValueError("two tensors of a record share name and layer")
     return ordered
+
+
+def _reference(value: object, what: str) -> bytes:
+    """A record key from its hex form in a patch's or a window's JSON.
+
+    Raises
+    ------
+    ValueError
+        If it is not 32 hex digits.
+    """
+    try:
+        key = bytes.fromhex(value) if isinstance(value, str) else b""
+    except ValueError:
+        key = b""
+    if len(key) != 16:
+        raise ValueError(f"{what} is {value!r}, not the 32 hex digits of a record key")
+    return key
+
+
+def references(record: Record) -> tuple[bytes | None, tuple[bytes, ...]]:
+    """The chunk and the antecedents that a record names in its meta.
+
+    Raises
+    ------
+    ValueError
+        If a name is not a record key.
+    """
+    if record.kind != "patch":
+        return None, ()
+    chunk = record.meta.get("chunk")
+    antecedents = record.meta.get("antecedents") or ()
+    if not isinstance(antecedents, (list, tuple)):
+        raise ValueError(f"a patch's antecedents are {antecedents!r}, not a list of record keys")
+    return (
+        None if chunk is None else _reference(chunk, "a patch's chunk"),
+        tuple(dict.fromkeys(_reference(item, "a patch's antecedent") for item in antecedents)),
+    )

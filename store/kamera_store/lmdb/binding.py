@@ -1,4 +1,4 @@
-"""The only file that imports LMDB: its errors in our words, how a data file is opened, and a walk through all of it."""
+"""The only file that imports LMDB: its errors in our words, opening, tables in a transaction, a walk through all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import lmdb
 
@@ -19,8 +20,8 @@ from kamera_store.errors import (
     StoreRefusedError,
 )
 from kamera_store.format import rows
-from kamera_store.lmdb import folder_check as guard
-from kamera_store.lmdb.transaction import TABLES, Transaction
+from kamera_store.lmdb.data_file import BLOCK_BYTES, DataFile
+from kamera_store.lmdb.folder_check import DATA_FILE
 
 FORMAT_VERSION = 1
 DEFAULT_MAP_BYTES = 1 << 30
@@ -29,7 +30,13 @@ _MAX_READERS = 1024
 _FREE_LIST_BYTES = 16 << 20
 _VERSION_KEY = b"version"
 
+TABLES = ("format", "records", "segments", "ledger", "links", "state", "quarantine")
+
 Handle = lmdb.Environment
+RawTransaction = Any
+"""An ``lmdb.Transaction`` whose buffers are memory views."""
+Tables = dict[str, Any]
+"""Handles of the tables by name."""
 AnyError, MapFullError, MapResizedError = lmdb.Error, lmdb.MapFullError, lmdb.MapResizedError
 
 
@@ -65,16 +72,77 @@ def translated(folder: str) -> Iterator[None]:
         if isinstance(error, lmdb.DiskError) or any(
             os.strerror(code) in text for code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
         ):
-            raise NoRoomError(guard.BLOCK_BYTES, room, f"disk: {text}") from error
+            raise NoRoomError(BLOCK_BYTES, room, f"disk: {text}") from error
         if os.strerror(errno.EIO) in text:
             if "commit" in text:
                 # LMDB's name for a write that the file system took only in part.
-                raise NoRoomError(guard.BLOCK_BYTES, room, f"disk full or failing: {text}") from error
+                raise NoRoomError(BLOCK_BYTES, room, f"disk full or failing: {text}") from error
             raise StoreDamagedError(folder, "reading", "no input/output error", text) from error
         raise StoreRefusedError(
             f"store {folder} cannot be opened ({text}); the file system must give locks and shared "
             "memory maps: set KAMERA_STORE or --store to a folder on a local disk"
         ) from error
+
+
+class Transaction:
+    """A view of the tables at one moment; memory views from it end with it."""
+
+    __slots__ = ("_raw", "_tables", "id")
+
+    def __init__(self, raw: RawTransaction, tables: Tables) -> None:
+        self._raw, self._tables = raw, tables
+        self.id: int = raw.id()
+
+    def get(self, table: str, key: bytes) -> memoryview | None:
+        """The value under a key, or None."""
+        value: memoryview | None = self._raw.get(key, db=self._tables[table])
+        return value
+
+    def put(self, table: str, key: bytes, value: bytes | bytearray | memoryview) -> None:
+        """Write a value, replacing any."""
+        self._raw.put(key, value, db=self._tables[table])
+
+    def delete(self, table: str, key: bytes) -> bool:
+        """Delete a value; whether there was one."""
+        return bool(self._raw.delete(key, db=self._tables[table]))
+
+    def scan(
+        self, table: str, prefix: bytes = b"", start: bytes | None = None
+    ) -> Iterator[tuple[bytes, memoryview]]:
+        """Keys and values in key order, from `start` or the prefix on, as long as keys have the prefix."""
+        with self._raw.cursor(db=self._tables[table]) as cursor:
+            first = prefix if start is None else start
+            if not (cursor.set_range(first) if first else cursor.first()):
+                return
+            for key, value in cursor:
+                key = bytes(key)
+                if not key.startswith(prefix):
+                    return
+                yield key, value
+
+    def keys(self, table: str, prefix: bytes = b"") -> Iterator[bytes]:
+        """Keys with a prefix in order, values untouched."""
+        with self._raw.cursor(db=self._tables[table]) as cursor:
+            if not (cursor.set_range(prefix) if prefix else cursor.first()):
+                return
+            for key in cursor.iternext(values=False):
+                key = bytes(key)
+                if not key.startswith(prefix):
+                    return
+                yield key
+
+    def count(self, table: str) -> int:
+        """Number of keys in a table."""
+        return int(self._raw.stat(self._tables[table])["entries"])
+
+    def used_bytes(self) -> int:
+        """Pages in use by all tables, in bytes, freed ones not counted."""
+        pages, page_bytes = 0, 4096
+        for table in self._tables.values():
+            found = self._raw.stat(table)
+            pages += found["branch_pages"] + found["leaf_pages"] + found["overflow_pages"]
+            page_bytes = found["psize"]
+        return pages * page_bytes
 
 
 def open_handle(folder: str, *, map_bytes: int, read_only: bool, inherited: Handle | None) -> Handle:
@@ -96,7 +164,7 @@ def open_handle(folder: str, *, map_bytes: int, read_only: bool, inherited: Hand
     FormatVersionError, StoreDamagedError, StoreRefusedError
         As `translated` says.
     """
-    options = {
+    options: dict[str, Any] = {
         "map_size": map_bytes,
         "max_dbs": len(TABLES) + 1,
         "max_readers": _MAX_READERS,
@@ -121,7 +189,7 @@ def open_handle(folder: str, *, map_bytes: int, read_only: bool, inherited: Hand
     return handle
 
 
-def open_tables(handle: Handle, folder: str, *, fresh: bool, read_only: bool) -> dict[str, object]:
+def open_tables(handle: Handle, folder: str, *, fresh: bool, read_only: bool) -> Tables:
     """Handles of the tables by name; they are made where the data file is empty or ``fresh``.
 
     Raises
@@ -138,11 +206,11 @@ def open_tables(handle: Handle, folder: str, *, fresh: bool, read_only: bool) ->
             raise NotAStoreError(folder, "an empty database")
         tables = _made_tables(handle) if empty else _found_tables(handle, folder)
         with handle.begin() as raw:
-            _require_version(folder, Transaction(raw, tables))
+            _require_version(folder, raw.get(_VERSION_KEY, db=tables["format"]))
     return tables
 
 
-def _found_tables(handle: Handle, folder: str) -> dict[str, object]:
+def _found_tables(handle: Handle, folder: str) -> Tables:
     # Handles opened in a caller's read transaction do not outlive it, so each is opened by itself.
     try:
         return {name: handle.open_db(name.encode(), create=False) for name in TABLES}
@@ -150,7 +218,7 @@ def _found_tables(handle: Handle, folder: str) -> dict[str, object]:
         raise NotAStoreError(folder, "a database of something else") from error
 
 
-def _made_tables(handle: Handle) -> dict[str, object]:
+def _made_tables(handle: Handle) -> Tables:
     with handle.begin(write=True) as raw:
         tables = {name: handle.open_db(name.encode(), raw) for name in TABLES}
         if raw.get(_VERSION_KEY, db=tables["format"]) is None:
@@ -159,8 +227,7 @@ def _made_tables(handle: Handle) -> dict[str, object]:
     return tables
 
 
-def _require_version(folder: str, txn: Transaction) -> None:
-    value = txn.get("format", _VERSION_KEY)
+def _require_version(folder: str, value: bytes | None) -> None:
     if value is None:
         raise NotAStoreError(folder, "a database without a format version")
     version = rows.open_row("format", _VERSION_KEY, value).decode("ascii", "replace")
@@ -168,8 +235,14 @@ def _require_version(folder: str, txn: Transaction) -> None:
         raise FormatVersionError(version, FORMAT_VERSION, f"store {folder}")
 
 
-def rounded(size: int) -> int:
-    """The next larger size that a map may have, in bytes."""
+def map_bytes_for(data: DataFile | None, wanted: int | None) -> int:
+    """Address space for a data file: what is wanted, 1 GiB by default, or the file and a quarter more."""
+    file_bytes = 0 if data is None else max(data.file_bytes, data.needed_bytes)
+    headroom = max(file_bytes + file_bytes // 4, file_bytes + MIN_MAP_BYTES) if file_bytes else 0
+    return _rounded(max(MIN_MAP_BYTES, wanted or DEFAULT_MAP_BYTES, headroom))
+
+
+def _rounded(size: int) -> int:
     return -(-size // MIN_MAP_BYTES) * MIN_MAP_BYTES
 
 
@@ -192,8 +265,8 @@ def walk(folder: str, touch_values: bool, writable: bool) -> None:
     StoreDamagedError
         If a table has more or fewer keys than it says, or keys out of order.
     """
-    file_bytes = os.stat(os.path.join(folder, guard.DATA_FILE)).st_size
-    size = rounded(max(DEFAULT_MAP_BYTES, file_bytes + file_bytes // 4 + 4 * _FREE_LIST_BYTES))
+    file_bytes = os.stat(os.path.join(folder, DATA_FILE)).st_size
+    size = _rounded(max(DEFAULT_MAP_BYTES, file_bytes + file_bytes // 4 + 4 * _FREE_LIST_BYTES))
     try:
         env = lmdb.open(folder, map_size=size, readonly=not writable, create=False, max_dbs=len(TABLES) + 1)
     except (lmdb.MemoryError, lmdb.LockError, lmdb.ReadersFullError):
@@ -205,18 +278,18 @@ def walk(folder: str, touch_values: bool, writable: bool) -> None:
         tables = [env.open_db(name, create=False) for name in names]
         for name, table in zip(names, tables, strict=True):
             num_keys, before = 0, b""
-            with env.begin(buffers=True) as raw:
-                for key, value in raw.cursor(db=table):
-                    key = bytes(key)
+            with env.begin(buffers=True) as reading:
+                for view, value in reading.cursor(db=table):
+                    key = bytes(view)
                     if touch_values:
                         bytes(value[-1:])
                     if key <= before:
                         raise StoreDamagedError(folder, f"order of table {name!r}", before.hex(), key.hex())
                     num_keys, before = num_keys + 1, key
-                expected = raw.stat(table)["entries"]
+                expected = reading.stat(table)["entries"]
             if num_keys != expected:
                 raise StoreDamagedError(folder, f"keys of table {name!r}", expected, num_keys)
         if writable and tables:
-            raw = env.begin(write=True)
-            raw.put(b"\xff" * 32, bytes(_FREE_LIST_BYTES), db=tables[0])
-            raw.abort()
+            given_up = env.begin(write=True)
+            given_up.put(b"\xff" * 32, bytes(_FREE_LIST_BYTES), db=tables[0])
+            given_up.abort()

@@ -1,19 +1,20 @@
-"""One store as this process has it open: its map, its transactions, and how the map grows. `sharing` hands it out."""
+"""One store as this process has it open: its map, its transactions, how the map grows and the file shrinks."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from kamera_store.errors import ReadOnlyError, StoreBusyError, StoreRefusedError
-from kamera_store.lmdb import binding, opening
-from kamera_store.lmdb import folder_check as guard
-from kamera_store.lmdb.map_latch import Turnstile
-from kamera_store.lmdb.store_lock import Gate
-from kamera_store.lmdb.transaction import Transaction
+from kamera_store.errors import NoRoomError, ReadOnlyError, StoreBusyError, StoreRefusedError
+from kamera_store.lmdb import binding, data_file, folder_check
+from kamera_store.lmdb.binding import Transaction
+from kamera_store.lmdb.data_file import CompactReport, DataFile
+from kamera_store.lmdb.folder_check import DATA_FILE
+from kamera_store.lmdb.locks import MapLatch, StoreLock
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ _abandoned: list[object] = []
 class Environment:
     """One LMDB environment, shared by all stores that this process opens on one path.
 
-    Get one with `sharing.acquire` and give it back with `sharing.release`.
+    Get one with `process_registry.acquire` and give it back with `process_registry.release`.
 
     Attributes
     ----------
@@ -40,11 +41,11 @@ class Environment:
         self.folder, self.read_only = folder, read_only
         self.users = 0
         self._map_bytes = map_bytes
-        self._turnstile = Turnstile()
+        self._latch = MapLatch()
         self._opening = threading.Lock()
-        self._env: binding.Handle | None = None
-        self._tables: dict[str, object] = {}
-        self._gate: Gate | None = None
+        self._mapped: binding.Handle | None = None
+        self._tables: binding.Tables = {}
+        self._lock: StoreLock | None = None
         self._inherited: binding.Handle | None = None
 
     @classmethod
@@ -54,7 +55,7 @@ class Environment:
         Made for a process that may die from it. It is not shared; end the process to close it.
         """
         env = cls(folder, True, None)
-        env.map()
+        env._map(data_file.read_data_file(folder))
         return env
 
     # Opening and closing
@@ -67,80 +68,95 @@ class Environment:
         NotAStoreError, StoreRefusedError, StoreDamagedError, FormatVersionError
             As the folder and its data file deserve.
         """
-        self._gate = opening.gate_of(self.folder, create=create, read_only=self.read_only)
+        folder_check.prepare_folder(self.folder, create and not self.read_only)
+        folder_check.require_local(self.folder)
+        lock = self._lock = self._new_lock()
         try:
-            alone = self._gate is not None and self._gate.try_alone()
-            if self._gate is not None and not alone:
-                self._gate.share()
-            data = opening.checked_data_file(self.folder, self._gate if alone else None, self.read_only)
+            alone = lock is not None and lock.try_alone()
+            if lock is not None and not alone:
+                lock.share()
+            data = data_file.check_data_file(self.folder, alone=alone, read_only=self.read_only)
             if alone:
-                opening.remove_scratch(self.folder)
-                self._gate.unseal()
+                data_file.remove_scratch(self.folder)
+                data_file.unseal(self.folder)
             self._map(data)
-            if alone:
-                self._gate.share()
+            if lock is not None and alone:
+                lock.share()
         except BaseException:
             self._drop_handles()
             raise
 
+    def _new_lock(self) -> StoreLock | None:
+        """The lock of the folder, not yet held; None where only reading is possible and asked for."""
+        try:
+            return StoreLock(self.folder)
+        except OSError:
+            if not self.read_only:
+                raise StoreRefusedError(
+                    f"store {self.folder} cannot be written to; open it for reading only"
+                ) from None
+            return None
+
     def reopen_writable(self, create: bool) -> None:
         """Let writes begin from now on; errors as in `open`."""
-        with self._turnstile.alone():
+        with self._latch.alone():
             self.close()
             self.read_only = False
             self.open(create)
 
     def close_for_good(self) -> None:
         """`close`, once the transactions of all threads ended."""
-        with self._turnstile.alone():
+        with self._latch.alone():
             self.close()
 
     def close(self) -> None:
         """Unmap the data file; the last process to do so seals it."""
-        if self._env is None:
+        if self._mapped is None:
             return
-        self.unmap()
-        if self._gate is not None and self._gate.try_alone():
-            opening.seal(self.folder, self._gate)
+        self._unmap()
+        if self._lock is not None and self._lock.try_alone():
+            data_file.seal(self.folder)
         self._drop_handles()
 
-    def map(self) -> None:
-        """Map the data file as it is now."""
-        self._map(guard.read_data_file(self.folder))
-
-    def _map(self, data: guard.DataFile | None) -> None:
-        self._map_bytes = opening.map_bytes_for(data, self._map_bytes)
+    def _map(self, data: DataFile | None) -> None:
+        self._map_bytes = binding.map_bytes_for(data, self._map_bytes)
         inherited, self._inherited = self._inherited, None
-        self._env = binding.open_handle(
+        self._mapped = binding.open_handle(
             self.folder, map_bytes=self._map_bytes, read_only=self.read_only, inherited=inherited
         )
         self._tables = binding.open_tables(
-            self._env, self.folder, fresh=data is None, read_only=self.read_only
+            self._mapped, self.folder, fresh=data is None, read_only=self.read_only
         )
 
-    def unmap(self) -> None:
-        """Close the map alone; the gate stays held."""
-        self._env.close()
-        self._env = None
+    def _unmap(self) -> None:
+        """Close the map alone; the lock stays held."""
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
 
     def _drop_handles(self) -> None:
-        env, gate = self._env, self._gate
-        self._env, self._gate, self._tables = None, None, {}
-        if env is not None:
-            env.close()
-        if gate is not None:
-            gate.close()
+        lock, self._lock = self._lock, None
+        self._unmap()
+        self._tables = {}
+        if lock is not None:
+            lock.close()
 
-    def _handle(self) -> binding.Handle:
-        env = self._env
-        if env is None:
+    def handle(self) -> binding.Handle:
+        """The open LMDB environment; opened anew after a fork.
+
+        Raises
+        ------
+        StoreRefusedError
+            If the store is closed.
+        """
+        if self._mapped is None:
             if not self.users:
                 raise StoreRefusedError(f"store {self.folder} is closed; open it again")
             with self._opening:
-                if self._env is None:
+                if self._mapped is None:
                     self.open(create=False)
-                env = self._env
-        return env
+        assert self._mapped is not None, "an environment that was opened is mapped"
+        return self._mapped
 
     # Transactions
 
@@ -178,9 +194,9 @@ class Environment:
         while True:
             try:
                 with (
-                    self._turnstile.shared(),
+                    self._latch.shared(),
                     binding.translated(self.folder),
-                    self._handle().begin(write=True, buffers=True) as raw,
+                    self.handle().begin(write=True, buffers=True) as raw,
                 ):
                     return action(Transaction(raw, self._tables))
             except binding.MapFullError:
@@ -193,82 +209,113 @@ class Environment:
             raise ReadOnlyError(f"store {self.folder} is open for reading only")
 
     @contextmanager
-    def alone(self) -> Iterator[binding.Handle]:
-        """Nobody else, thread or process, has the store open during the block, which gets the bare handle.
-
-        Raises
-        ------
-        StoreBusyError
-            If another process has it open.
-        """
-        self._require_writable()
-        with self._turnstile.alone():
-            handle = self._handle()
-            if not self._gate.try_alone():
-                self._gate.share()
+    def _alone(self) -> Iterator[binding.Handle]:
+        """Nobody else, thread or process, has the store open during the block, which gets the handle."""
+        with self._latch.alone():
+            handle, lock = self.handle(), self._lock
+            assert lock is not None, "a store open for writing holds its lock"
+            if not lock.try_alone():
+                lock.share()
                 raise StoreBusyError(
                     f"store {self.folder} is open in another process; compact needs it alone"
                 )
             try:
                 yield handle
             finally:
-                if self._gate is not None:
-                    self._gate.share()
+                if self._lock is not None:
+                    lock.share()
 
-    # Growth
+    # Growing and shrinking
+
+    def compact(self) -> CompactReport:
+        """Write the data file anew without its free pages and swap the copy in.
+
+        A kill leaves the old file or the new one, and at most a scratch folder that the next user removes.
+
+        Raises
+        ------
+        StoreBusyError
+            If another process has the store open.
+        NoRoomError
+            If the disk has no room for the copy.
+        ReadOnlyError
+            If the store is open for reading only.
+        """
+        self._require_writable()
+        with self.read() as txn:
+            needed = txn.used_bytes() + 64 * data_file.BLOCK_BYTES
+        with self._alone() as handle:
+            try:
+                with data_file.scratch_folder(self.folder) as scratch:
+                    before, free = self.file_bytes(), shutil.disk_usage(self.folder).free
+                    if free < needed:
+                        raise NoRoomError(needed, free, "disk, for the compact copy")
+                    with binding.translated(self.folder):
+                        handle.copy(scratch, compact=True)
+                    copied = os.path.join(scratch, DATA_FILE)
+                    os.chmod(copied, 0o600)
+                    data_file.sync(copied)
+                    after = os.stat(copied).st_size
+                    self._unmap()
+                    os.replace(copied, os.path.join(self.folder, DATA_FILE))
+                    data_file.sync(self.folder)
+            finally:
+                if self._mapped is None:
+                    self._map(data_file.read_data_file(self.folder))
+        return CompactReport(before, after)
 
     def _grow(self) -> None:
-        with self._turnstile.alone():
-            old = self._handle().info()["map_size"]
+        with self._latch.alone():
+            old = self.handle().info()["map_size"]
             self._resize(2 * old, old)
 
     def _adopt(self) -> None:
         """Take over the map size that another process set."""
-        with self._turnstile.alone():
-            old = self._handle().info()["map_size"]
+        with self._latch.alone():
+            old = self.handle().info()["map_size"]
             self._resize(0, old)
 
     def _resize(self, size: int, old: int) -> None:
         try:
-            self._env.set_mapsize(size)
+            self.handle().set_mapsize(size)
         except binding.AnyError as error:
             # LMDB unmapped the old map before it failed to make the new one.
-            self.unmap()
+            self._unmap()
             self._map_bytes = old
-            self.map()
+            self._map(data_file.read_data_file(self.folder))
             raise StoreRefusedError(
                 f"store {self.folder} cannot map {size or 'more'} bytes of address space ({error}); "
                 "raise the limit (ulimit -v)"
             ) from error
-        self._map_bytes = self._env.info()["map_size"]
+        self._map_bytes = self.handle().info()["map_size"]
 
     def map_bytes(self) -> int:
         """Size of the memory map."""
-        with self._turnstile.shared():
-            return self._handle().info()["map_size"]
+        with self._latch.shared():
+            return int(self.handle().info()["map_size"])
 
     def file_bytes(self) -> int:
         """Length of the data file."""
-        return os.stat(os.path.join(self.folder, guard.DATA_FILE)).st_size
+        return os.stat(os.path.join(self.folder, DATA_FILE)).st_size
 
     # Forks
 
     def pause(self) -> None:
         """Let no transaction begin, and wait for the running ones, until `resume`."""
-        self._turnstile.shut()
+        self._latch.acquire_alone()
 
     def resume(self) -> None:
         """End what `pause` began."""
-        self._turnstile.reopen()
+        self._latch.release_alone()
 
     def abandon(self) -> None:
         """After a fork: the parent's environment must be neither used nor closed here."""
-        self._inherited = self._env
-        _abandoned.append(self._env)
-        if self._gate is not None:
-            self._gate.close()
-        self._env, self._gate, self._tables = None, None, {}
-        self._turnstile, self._opening = Turnstile(), threading.Lock()
+        self._inherited = self._mapped
+        _abandoned.append(self._mapped)
+        if self._lock is not None:
+            self._lock.close()
+        self._mapped, self._lock, self._tables = None, None, {}
+        self._latch, self._opening = MapLatch(), threading.Lock()
 
 
 class _Reading:
@@ -282,21 +329,21 @@ class _Reading:
     def __enter__(self) -> Transaction:
         env = self._env
         while True:
-            env._turnstile.enter()
+            env._latch.acquire_shared()
             try:
-                self._raw = env._handle().begin(buffers=True)
+                self._raw = env.handle().begin(buffers=True)
                 return Transaction(self._raw, env._tables)
             except binding.MapResizedError:
-                env._turnstile.leave()
+                env._latch.release_shared()
             except BaseException as error:
-                env._turnstile.leave()
+                env._latch.release_shared()
                 with binding.translated(env.folder):
                     raise error
             env._adopt()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._raw.abort()
-        self._env._turnstile.leave()
+        self._env._latch.release_shared()
         if isinstance(error, binding.AnyError):
             with binding.translated(self._env.folder):
                 raise error

@@ -1,21 +1,18 @@
-"""What is checked before LMDB touches a store: owner, file system, file length, last shutdown."""
+"""What a folder must be before a store is opened in it: ours, closed to others, on a local file system."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-import struct
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-from kamera_store.errors import FormatVersionError, NotAStoreError, StoreDamagedError, StoreRefusedError
+from kamera_store.errors import NotAStoreError, StoreRefusedError
 
-DATA_FILE, LOCK_FILE, GATE_FILE, SEAL_FILE = "data.mdb", "lock.mdb", "gate", "seal"
-_OWN_FILES = frozenset((DATA_FILE, LOCK_FILE, GATE_FILE, SEAL_FILE))
+DATA_FILE, LMDB_LOCK_FILE, STORE_LOCK_FILE, SEAL_FILE = "data.mdb", "lock.mdb", "gate", "seal"
+_OWN_FILES = frozenset((DATA_FILE, LMDB_LOCK_FILE, STORE_LOCK_FILE, SEAL_FILE))
 SCRATCH_PREFIX = "scratch-"
-BLOCK_BYTES = 4096
 
 _NETWORK = frozenset((
     "nfs", "nfs3", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "9p", "lustre", "afs", "ceph", "gpfs",
@@ -25,42 +22,6 @@ _NETWORK = frozenset((
     "fuse.juicefs", "fuse.beegfs", "fuse.lustre", "fuse.vmhgfs-fuse", "fuse.grpcfuse", "fuse.blobfuse2",
     "fuse.curlftpfs", "fuse.nfs",
 ))  # fmt: skip
-
-_META_MAGIC = 0xBEEFC0DE
-_META_VERSION = 1
-_META_AT = 16
-_META_PAGE_AT, _META_LAST_PAGE_AT, _META_TXN_AT, _META_END = 40, 136, 144, 152
-_PAGE_HEADER = struct.Struct("<QHH")
-_META_FLAG = 0x08
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """What a data file's newer meta page says about it.
-
-    Attributes
-    ----------
-    page_bytes, last_page, txn_id : int
-        Page size, number of the last page in use, last committed transaction.
-    file_bytes, mtime_ns : int
-        From the file system.
-    """
-
-    page_bytes: int
-    last_page: int
-    txn_id: int
-    file_bytes: int
-    mtime_ns: int
-
-    @property
-    def needed_bytes(self) -> int:
-        """Length below which pages in use may be missing."""
-        return (self.last_page + 1) * self.page_bytes
-
-    @property
-    def seal(self) -> str:
-        """What a clean shutdown writes down."""
-        return f"{self.file_bytes} {self.mtime_ns} {self.txn_id}\n"
 
 
 def refused_file_system(fstype: str) -> bool:
@@ -185,64 +146,3 @@ def _require_ours(path: str, found: os.stat_result) -> None:
             f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}); "
             f"check its content, then chmod go-rwx {path}"
         )
-
-
-def read_data_file(folder: str) -> DataFile | None:
-    """Read the two meta pages of a data file without mapping it; None when there is no file or an empty one.
-
-    Raises
-    ------
-    StoreDamagedError
-        If neither page is a meta page, or the file is shorter than the pages.
-    FormatVersionError
-        If the data file is of another LMDB format.
-    """
-    path = os.path.join(folder, DATA_FILE)
-    try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return None
-            first = file.read(_META_END)
-            meta = _parse_meta(folder, first)
-            if meta is None:
-                raise StoreDamagedError(
-                    folder, "first meta page", "an LMDB meta page", first[:28].hex() or "nothing"
-                )
-            page_bytes = meta[0]
-            file.seek(page_bytes)
-            second = _parse_meta(folder, file.read(_META_END))
-            # Measured after the pages were read: a writer lengthens the file before it names a longer one.
-            found = os.fstat(file.fileno())
-    except FileNotFoundError:
-        return None
-    if second is None or second[0] != page_bytes:
-        raise StoreDamagedError(
-            folder, "second meta page", "an LMDB meta page", f"file of {found.st_size} bytes"
-        )
-    newest = max(meta, second, key=lambda item: item[2])
-    return DataFile(*newest, found.st_size, found.st_mtime_ns)
-
-
-def _parse_meta(folder: str, data: bytes) -> tuple[int, int, int] | None:
-    if len(data) < _META_END:
-        return None
-    _, _, flags = _PAGE_HEADER.unpack_from(data)
-    magic, version = struct.unpack_from("<II", data, _META_AT)
-    if not flags & _META_FLAG or magic != _META_MAGIC:
-        return None
-    if version != _META_VERSION:
-        raise FormatVersionError(version, _META_VERSION, f"data file in {folder}")
-    (page_bytes,) = struct.unpack_from("<I", data, _META_PAGE_AT)
-    last_page, txn_id = struct.unpack_from("<QQ", data, _META_LAST_PAGE_AT)
-    if page_bytes < 512 or page_bytes & (page_bytes - 1) or page_bytes > 1 << 16:
-        return None
-    return page_bytes, last_page, txn_id
-
-
-def sync(path: str) -> None:
-    """Bring a file or folder to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -8,7 +8,7 @@ import threading
 
 from kamera_store.lmdb.environment import Environment
 
-_shared: dict[str, Environment] = {}
+_open: dict[str, Environment] = {}
 _lock = threading.Lock()
 
 
@@ -24,11 +24,11 @@ def acquire(
     """
     folder = os.path.realpath(os.path.expanduser(os.fspath(path)))
     with _lock:
-        env = _shared.get(folder)
+        env = _open.get(folder)
         if env is None:
             env = Environment(folder, read_only, map_bytes)
             env.open(create)
-            _shared[folder] = env
+            _open[folder] = env
         elif env.read_only and not read_only:
             env.reopen_writable(create)
         env.users += 1
@@ -40,19 +40,19 @@ def release(env: Environment) -> None:
     with _lock:
         env.users -= 1
         if env.users == 0:
-            _shared.pop(env.folder, None)
+            _open.pop(env.folder, None)
             env.close_for_good()
 
 
 def _before_fork() -> None:
     """Let the transactions of all threads end first: what the child inherits is then at rest."""
     _lock.acquire()
-    for env in _shared.values():
+    for env in _open.values():
         env.pause()
 
 
 def _after_fork_in_parent() -> None:
-    for env in _shared.values():
+    for env in _open.values():
         env.resume()
     _lock.release()
 
@@ -60,13 +60,13 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     global _lock
     _lock = threading.Lock()
-    for env in _shared.values():
+    for env in _open.values():
         env.abandon()
 
 
 def _close_all() -> None:
-    for env in list(_shared.values()):
-        _shared.pop(env.folder, None)
+    for env in list(_open.values()):
+        _open.pop(env.folder, None)
         env.close()
 
 

@@ -17,9 +17,8 @@ from kamera_store import (
     StoreDamagedError,
     StoreRefusedError,
 )
-from kamera_store import compact as compaction
-from kamera_store.lmdb import binding
-from kamera_store.lmdb import folder_check as guard
+from kamera_store.evict import release_freed_pages
+from kamera_store.lmdb import binding, data_file, environment, folder_check
 
 MIB = 1 << 20
 
@@ -141,7 +140,7 @@ def test_compact_is_refused_while_another_process_has_the_store(folder, kit, spa
 def test_compact_checks_the_disk_for_the_copy(store, kit, monkeypatch):
     kit.put_chunk(store, 1)
     usage = shutil.disk_usage(store.path)
-    monkeypatch.setattr(compaction.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(NoRoomError, match="compact"):
         store.compact()
     monkeypatch.undo()
@@ -150,7 +149,7 @@ def test_compact_checks_the_disk_for_the_copy(store, kit, monkeypatch):
 
 @pytest.mark.parametrize("fstype", ["nfs4", "lustre", "9p", "fuse.sshfs", "NFS", "cifs"])
 def test_network_file_systems_are_refused_in_one_line(folder, monkeypatch, fstype):
-    monkeypatch.setattr(guard, "file_system_of", lambda path: fstype)
+    monkeypatch.setattr(folder_check, "file_system_of", lambda path: fstype)
     with pytest.raises(StoreRefusedError) as caught:
         KVStore.open(folder)
     assert (
@@ -160,7 +159,7 @@ def test_network_file_systems_are_refused_in_one_line(folder, monkeypatch, fstyp
 
 @pytest.mark.parametrize("fstype", ["ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "unknown"])
 def test_local_file_systems_are_taken(fstype):
-    assert not guard.refused_file_system(fstype)
+    assert not folder_check.refused_file_system(fstype)
 
 
 def test_the_innermost_mount_decides_and_names_with_spaces_are_read():
@@ -172,10 +171,10 @@ def test_the_innermost_mount_decides_and_names_with_spaces_are_read():
             "x /dat 9p rw 0 0",
         ]
     )
-    assert guard.file_system_of("/home/x", table) == "ext4"
-    assert guard.file_system_of("/data/store", table) == "nfs4"
-    assert guard.file_system_of("/data/my disk/store", table) == "xfs"
-    assert guard.file_system_of("/database", table) == "ext4"
+    assert folder_check.file_system_of("/home/x", table) == "ext4"
+    assert folder_check.file_system_of("/data/store", table) == "nfs4"
+    assert folder_check.file_system_of("/data/my disk/store", table) == "xfs"
+    assert folder_check.file_system_of("/database", table) == "ext4"
 
 
 @pytest.mark.parametrize(
@@ -282,8 +281,8 @@ def test_file_cut_behind_the_last_live_page_still_opens(folder, kit):
         for n in range(6):
             kit.put_chunk(store, n, tensors=[kit.noise(500_000, n)])
         store.delete([kit.identity_of(5).key])
-        store._pulse()
-    data = guard.read_data_file(str(folder))
+        release_freed_pages(store.environment)
+    data = data_file.read_data_file(str(folder))
     live = data.needed_bytes - 100 * 4096
     os.truncate(folder / "data.mdb", live)
     with KVStore.open(folder) as store:

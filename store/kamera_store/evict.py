@@ -1,44 +1,18 @@
-"""Which media units go when room is needed (pure)."""
+"""Which media units go when room is needed, and their removal; a plan is a pure decision that changes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kamera_store.ledger import Usage
+from kamera_store import ledger, states
+from kamera_store.find import is_newer
+from kamera_store.format.rows import close_row
+from kamera_store.lmdb.binding import Transaction
+from kamera_store.lmdb.environment import Environment
+from kamera_store.stats import UnitUsage
 
-
-@dataclass(frozen=True)
-class UnitUsage:
-    """A media unit: its chunks, their patches, and its sources, which stay or go together.
-
-    Attributes
-    ----------
-    tenant, unit : str
-        Whose, and which.
-    keys : tuple of bytes
-        All its records.
-    num_chunks, num_patches : int
-        How many of them are which.
-    raw_bytes, stored_bytes : int
-        Size in memory, and pages in the data file.
-    cost_ms : float
-        What it would take to make all of it again.
-    last_used_s : float
-        Latest use of any of its records, Unix time in seconds.
-    """
-
-    tenant: str
-    unit: str
-    keys: tuple[bytes, ...]
-    num_chunks: int
-    num_patches: int
-    raw_bytes: int
-    stored_bytes: int
-    cost_ms: float
-    last_used_s: float
+_EXTRA_COMMIT_KEY = b"pulse"
 
 
 @dataclass(frozen=True)
@@ -80,33 +54,6 @@ class EvictionPlan:
         return tuple(key for eviction in self.units for key in eviction.unit.keys)
 
 
-def group_units(usages: Iterable[Usage]) -> list[UnitUsage]:
-    """Gather records into media units.
-
-    A patch belongs to the unit of its chunk; one whose chunk is gone belongs to the unit it names.
-    """
-    rows = list(usages)
-    home = {row.key: (row.tenant, row.unit) for row in rows if row.kind == "chunk"}
-    groups: dict[tuple[str, str], list[Usage]] = {}
-    for row in rows:
-        own = (row.tenant, row.unit)
-        groups.setdefault(home.get(row.chunk, own) if row.chunk is not None else own, []).append(row)
-    return [
-        UnitUsage(
-            tenant,
-            unit,
-            tuple(row.key for row in members),
-            sum(row.kind == "chunk" for row in members),
-            sum(row.kind == "patch" for row in members),
-            sum(row.raw_bytes for row in members),
-            sum(row.stored_bytes for row in members),
-            sum(row.cost_ms for row in members),
-            max(row.last_used_s for row in members),
-        )
-        for (tenant, unit), members in groups.items()
-    ]
-
-
 def urgency(unit: UnitUsage, now_s: float) -> float:
     """How much a unit deserves to go: idle time times bytes, over the cost to make it again."""
     idle_s = max(now_s - unit.last_used_s, 0.0) + 1.0
@@ -122,6 +69,7 @@ def plan_eviction(
     older_than_s: float | None = None,
     tenant: str | None = None,
     pinned: frozenset[bytes] = frozenset(),
+    newer: frozenset[bytes] = frozenset(),
     protected: frozenset[tuple[str, str]] = frozenset(),
 ) -> EvictionPlan:
     """Choose units to drop.
@@ -142,6 +90,8 @@ def plan_eviction(
         Only units of this tenant; `used_bytes` is then the tenant's own sum.
     pinned : frozenset of bytes
         Record keys in windows; a unit with one of them stays.
+    newer : frozenset of bytes
+        Keys of records that a newer program wrote; a unit with one of them stays.
     protected : frozenset of (tenant, unit)
         Units that stay because they are being written.
 
@@ -156,12 +106,16 @@ def plan_eviction(
         return EvictionPlan((), (), 0, used_bytes, None, True)
     due = [unit for unit in mine if older_than_s is None or now_s - unit.last_used_s > older_than_s]
     due.sort(key=lambda unit: (-urgency(unit, now_s), unit.last_used_s, unit.tenant, unit.unit))
-    dropped, kept, freed = [], [], 0
+    dropped: list[Eviction] = []
+    kept: list[Eviction] = []
+    freed = 0
     for unit in due:
         if to_bytes is not None and used_bytes - freed <= to_bytes:
             break
         if not pinned.isdisjoint(unit.keys):
             kept.append(Eviction(unit, "in a window"))
+        elif not newer.isdisjoint(unit.keys):
+            kept.append(Eviction(unit, "written by a newer kamera"))
         elif (unit.tenant, unit.unit) in protected:
             kept.append(Eviction(unit, "being written"))
         else:
@@ -170,3 +124,72 @@ def plan_eviction(
             freed += unit.stored_bytes
     reached = to_bytes is None or used_bytes - freed <= to_bytes
     return EvictionPlan(tuple(dropped), tuple(kept), freed, used_bytes, to_bytes, reached)
+
+
+def plan_stored(
+    txn: Transaction,
+    units: Sequence[UnitUsage],
+    *,
+    used_bytes: int,
+    now_s: float,
+    to_bytes: int | None = None,
+    older_than_s: float | None = None,
+    tenant: str | None = None,
+    protected: frozenset[tuple[str, str]] = frozenset(),
+) -> EvictionPlan:
+    """`plan_eviction` for the units of a store: chunks in windows and records of a newer program stay.
+
+    Headers are read of the units that are due alone: who wrote a record does not stand in the ledger.
+    """
+    pinned, newer = states.pinned(txn), frozenset[bytes]()
+    while True:
+        plan = plan_eviction(
+            units, used_bytes=used_bytes, now_s=now_s, to_bytes=to_bytes, older_than_s=older_than_s,
+            tenant=tenant, pinned=pinned, newer=newer, protected=protected,
+        )  # fmt: skip
+        found = newer.union(key for key in plan.keys if is_newer(txn, key))
+        if found == newer:
+            return plan
+        newer = found
+
+
+def evict(env: Environment, plan: EvictionPlan) -> int:
+    """Carry out a plan; bytes freed inside the data file.
+
+    Units stay that a window took up after the plan was made, or in which a newer program wrote.
+    """
+
+    def still_due(txn: Transaction) -> list[bytes]:
+        pinned = states.pinned(txn)
+        units = [due.unit for due in plan.units if pinned.isdisjoint(due.unit.keys)]
+        return [
+            key for unit in units if not any(is_newer(txn, key) for key in unit.keys) for key in unit.keys
+        ]
+
+    return remove(env, still_due) if plan.units else 0
+
+
+def remove(env: Environment, choose: Callable[[Transaction], Iterable[bytes]]) -> int:
+    """Delete the records that ``choose`` names inside the transaction; bytes freed, as the ledger counts them."""
+
+    def action(txn: Transaction) -> int:
+        before, counted = txn.used_bytes(), 0
+        for key in choose(txn):
+            counted += ledger.stored_bytes_of(txn, key)
+            ledger.remove(txn, key)
+        return max(counted, before - txn.used_bytes())
+
+    freed = env.write(action)
+    if freed:
+        release_freed_pages(env)
+    return freed
+
+
+def release_freed_pages(env: Environment) -> None:
+    """Commit once more: LMDB hands out the pages that one transaction freed only after another one."""
+
+    def action(txn: Transaction) -> None:
+        row = close_row("format", _EXTRA_COMMIT_KEY, str(txn.id).encode())
+        txn.put("format", _EXTRA_COMMIT_KEY, row)
+
+    env.write(action)
