@@ -69,12 +69,14 @@ class NewerRecordError(FormatVersionError):
         The record's key, 16 bytes.
     what : str
         What is unknown: a record kind, a dtype, a codec.
-    found, known : object
-        What the header names, and what this program knows.
+    found : object
+        What the header names.
+    known : str
+        What this program knows.
     """
 
-    def __init__(self, key: bytes, what: str, found: object, known: object) -> None:
-        super().__init__(str(found), str(known), what)
+    def __init__(self, key: bytes, what: str, found: object, known: str) -> None:
+        super().__init__(str(found), known, what)
         self.key = bytes(key)
         self.args = (
             f"record {self.key.hex()[:10]} was written by a newer kamera: {what} {found!r}, "

@@ -145,7 +145,7 @@ def decode_header(key: bytes, value: bytes | memoryview) -> Record:
     cursor = _Cursor(data, _FIXED.size, end, bytes(key))
     kind, tenant, unit = cursor.text("kind"), cursor.text("tenant"), cursor.text("unit")
     if kind not in KINDS:
-        raise NewerRecordError(key, "record kind", kind, KINDS)
+        raise NewerRecordError(key, "record kind", kind, ", ".join(KINDS))
     words = [cursor.text("tensor name") for _ in range(num_words)]
     at = cursor.take(meta_bytes, "meta")
     meta = parse_json(data[at : at + meta_bytes], key, "header (meta)")
@@ -175,7 +175,7 @@ def _decode_table(cursor: _Cursor, num_tensors: int, words: list[str]) -> tuple[
         memoryview(cursor.data)[at : cursor.at]
     ):
         if codec not in (RAW, ZSTD):
-            raise NewerRecordError(cursor.key, "codec", codec, (RAW, ZSTD))
+            raise NewerRecordError(cursor.key, "codec", codec, f"{RAW} and {ZSTD}")
         if zero:
             raise DamagedError(cursor.key, "plane", 0, zero)
         planes.append(Plane(start, width, codec, stored_bytes))
@@ -186,7 +186,7 @@ def _decode_table(cursor: _Cursor, num_tensors: int, words: list[str]) -> tuple[
         shape, size_at = sizes[size_at : size_at + num_dimensions], size_at + num_dimensions
         layout, plane_at = tuple(planes[plane_at : plane_at + own_planes]), plane_at + own_planes
         if words[dtype] not in ITEM_BYTES:
-            raise NewerRecordError(cursor.key, "dtype", words[dtype], tuple(ITEM_BYTES))
+            raise NewerRecordError(cursor.key, "dtype", words[dtype], ", ".join(ITEM_BYTES))
         tensors.append(
             TensorInfo(words[name], layer, words[dtype], shape, raw, offset, stored, checksum, layout)
         )
