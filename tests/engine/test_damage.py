@@ -236,8 +236,8 @@ def test_a_patch_evicted_between_plan_and_read_costs_a_prefill_and_no_answer(
 
 
 def test_a_full_store_costs_the_patches_and_no_answer(open_engine, filled, monkeypatch):
+    from kamera_store import write
     from kamera_store.errors import NoRoomError
-    from kamera_store.kvstore import KVStore
 
     notes: list[str] = []
     engine = open_engine("qwen2_5_vl", warnings=notes)
@@ -246,15 +246,15 @@ def test_a_full_store_costs_the_patches_and_no_answer(open_engine, filled, monke
     def full(*_args, **_kwargs):
         raise NoRoomError(1000, 10)
 
-    monkeypatch.setattr(KVStore, "check_room", full)
+    monkeypatch.setattr(write, "check_room", full)
     result = engine.query(QUESTION, chunks=["2", "3", "1"], max_new_tokens=NUM_NEW)
     assert result.answer == expected and result.patches_kept == ()
     assert any("no room" in note for note in notes)
 
 
 def test_a_patch_that_finds_no_room_leaves_the_older_one(open_engine, filled, monkeypatch):
+    from kamera_store import write
     from kamera_store.errors import NoRoomError
-    from kamera_store.kvstore import KVStore
 
     _, patches, _ = filled
     engine = open_engine("qwen2_5_vl")
@@ -263,7 +263,7 @@ def test_a_patch_that_finds_no_room_leaves_the_older_one(open_engine, filled, mo
         raise NoRoomError(1000, 10)
 
     with monkeypatch.context() as patched:
-        patched.setattr(KVStore, "check_room", full)
+        patched.setattr(write, "check_room", full)
         with pytest.raises(NoRoomError):
             engine.compile_patches(ORDER, rank="auto", energy=1.0)
     assert engine.store.get(patches["2"][0]) is not None
