@@ -118,9 +118,9 @@ class Context:
         }
         return other
 
-    def number(self, chunk: Identity) -> int:
-        """Number of a chunk in the window at hand; 0 where that does not know it."""
-        return self._numbers.get(chunk.key, 0)
+    def number(self, key: bytes) -> int:
+        """Number of a chunk in the window at hand, by its key; 0 where that does not know it."""
+        return self._numbers.get(key, 0)
 
     def label(self, chunk: Identity) -> str:
         """What a message calls a chunk: its number in the window at hand, or else its short id."""

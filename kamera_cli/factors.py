@@ -52,11 +52,6 @@ def require_known_factors(patch: Record) -> None:
         raise UnknownFactorsError(patch.id, min(dtypes), known)
 
 
-def is_whole(patch: Record) -> bool:
-    """Whether U and V of both tensors of every layer are there; early versions kept a V for several patches in one."""
-    return len(patch.tensors) == 4 * len(patch.meta["ranks"])
-
-
 def tensors_of(names: tuple[str, str], layers: Sequence[LayerPatch]) -> list[TensorBytes]:
     """Tensors of a patch, layer by layer: U and V of the rotary and of the plain tensor.
 

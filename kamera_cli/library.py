@@ -9,12 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from kamera_cli.errors import NotFoundError
-from kamera_cli.factors import LayerReader, is_whole, packing_of, require_known_factors, tensors_of
+from kamera_cli.factors import LayerReader, packing_of, require_known_factors, tensors_of
 from kamera_cli.hot import HotCache, Part, Version
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import ChunkInputs, Deepstack, Segment
@@ -23,15 +23,13 @@ from kamera_cli.model.runner import EncodedChunk
 from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.ranks import weighted_energy
 from kamera_cli.results import WindowEntry
+from kamera_cli.trust import StoredKind
 from kamera_cli.window import identity_of
 from kamera_store.errors import DamagedError, DamagedRecordWarning, MissingRecordError
 from kamera_store.format.keys import Identity, chunk_identity, patch_identity
 from kamera_store.format.records import Record, TensorBytes, TensorInfo
 from kamera_store.format.tensors import to_bytes, to_torch
 from kamera_store.kvstore import KVStore
-
-StoredKind = Literal["exact", "orbit"]
-"""Patches that the store keeps: for antecedents in one order, or for every order of a set."""
 
 FindPatch = Callable[[Identity, Sequence[Identity], StoredKind], Record | None]
 """`Library.find_patch`, or one that answers the same faster."""
@@ -189,8 +187,7 @@ class Library:
         return patch_identity(chunk=chunk, antecedents=antecedents, kind=kind, tenant=self.tenant)
 
     def find_patch(self, chunk: Identity, antecedents: Sequence[Identity], kind: StoredKind) -> Record | None:
-        """The stored patch for exactly this conditioning; one without all its factors is a miss, a damaged one with a
-        warning.
+        """The stored patch for exactly this conditioning; a damaged one is a miss with a warning.
 
         Raises
         ------
@@ -205,7 +202,7 @@ class Library:
         if found is None:
             return None
         require_known_factors(found)
-        return found if is_whole(found) else None
+        return found
 
     def put_patches(self, patches: Sequence[NewPatch]) -> list[Record]:
         """Write patches in one transaction, each in place of an older one for the same conditioning; their records.

@@ -81,8 +81,7 @@ def _put_back(
 
 def _form(context: Context, view: WindowView, chains: Sequence[Chain]) -> tuple[str, ...]:
     """Ids of the patches of chains, which are formed where the store has none that serves."""
-    numbers = {bytes.fromhex(entry.chunk): entry.number for entry in (*view.entries, *view.evicted)}
-    formed, _ = form_chains(context, chains, PatchOptions(any_usable=True), numbers)
+    formed, _ = form_chains(context.numbered(view), chains, PatchOptions(any_usable=True))
     return tuple(patch.id for patch in formed)
 
 

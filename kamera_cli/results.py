@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from kamera_cli.trust import WhyNot, trusted_energy
+
 Used = Literal["exact", "orbit", "composed", "canonical", "blind", "prefilled"]
 Outcome = Literal["encoded", "found", "planned"]
-WhyNot = Literal["no_patch", "max_kl", "low_energy", "damaged"]
 
 
 NOT_IN_JSON = {"json": None}
@@ -145,14 +146,13 @@ class FormedPatch:
 
     @property
     def trusted_energy(self) -> float:
-        """The energy by which a plan trusts the patch (`kamera_cli.operator.ranks.proven_energy`)."""
-        held = self.captured_energy
-        return held if self.energy_in_orders is None else min(held, self.energy_in_orders)
+        """The energy by which a plan trusts the patch (`kamera_cli.trust.trusted_energy`)."""
+        return trusted_energy((self.energy,), self.energy_weighted, self.energy_in_orders)
 
     @property
     def captured_energy(self) -> float:
         """What its factors capture of the Δ that they were formed of, weighted where that was measured."""
-        return self.energy if self.energy_weighted is None else self.energy_weighted
+        return trusted_energy((self.energy,), self.energy_weighted, None)
 
 
 @dataclass(frozen=True)

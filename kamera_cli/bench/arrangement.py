@@ -13,8 +13,10 @@ from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
-from kamera_cli.operator.patch import LayerPatch, factorise, form, residual
+from kamera_cli.operator.factorise import residual
+from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.ranks import Worth
+from kamera_cli.operator.residual import form
 from kamera_cli.patches.request import PatchOptions
 
 
@@ -182,10 +184,13 @@ class Arrangement:
         factors = {}
         for number, (new, old) in enumerate(zip(self.exact.layers, self.blind.layers, strict=True)):
             for chunk, (start, end) in enumerate(self.bounds[1:], start=1):
-                for name in ("keys", "values"):
-                    after, alone = (_rows(getattr(layer, name)[:, :, start:end]) for layer in (new, old))
-                    rank = min(most, end - start)
-                    factors[number, chunk, name] = factorise(residual(after, alone), rank, 1.0)[0]
+                rows = [
+                    [LayerKV(*(_rows(part[:, :, start:end]) for part in (layer.keys, layer.values)))]
+                    for layer in (new, old)
+                ]
+                (patch,) = form(*rows, rank=min(most, end - start), energy=1.0)
+                factors[number, chunk, "keys"] = patch.rotary
+                factors[number, chunk, "values"] = patch.plain
         made = {}
         for rank in ranks:
             layers = []
@@ -194,7 +199,7 @@ class Arrangement:
                 for chunk, (start, end) in enumerate(self.bounds[1:], start=1):
                     for name, tensor in pair.items():
                         part = factors[number, chunk, name].at_rank(rank)
-                        added = (part.u.T.float() @ part.v.float()).unflatten(1, (tensor.shape[1], -1))
+                        added = part.product().unflatten(1, (tensor.shape[1], -1))
                         tensor[0, :, start:end] += added.transpose(0, 1).to(tensor.dtype)
                 layers.append((pair["keys"], pair["values"]))
             made[rank] = fill_cache(layers)

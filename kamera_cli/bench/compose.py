@@ -27,7 +27,7 @@ from kamera_cli.model.scoring import is_greedy_match, score
 from kamera_cli.operator.compose import compose
 from kamera_cli.operator.patch import Factors, LayerPatch
 from kamera_cli.patches.pairs import gain_of
-from kamera_cli.patches.worth import layer_worth
+from kamera_cli.patches.worth import known_worth
 from kamera_cli.results import Progress
 from kamera_cli.settings import Settings
 from kamera_cli.tiny.world import MAX_CHUNKS, MIN_CHUNKS, Episode, episode
@@ -91,7 +91,7 @@ def _episode(
     arrangement = Arrangement(
         engine.runner, list(map(engine.library.segment, chunks)), list(map(engine.library.layers, chunks))
     )
-    patches = {EXACT: arrangement.patches("auto", worth=layer_worth(engine.context, None, {}))}
+    patches = {EXACT: arrangement.patches("auto", worth=known_worth(engine.context))}
     patches |= _composed(engine, list(map(identity_of, entries)), rules)
     caches = {REFERENCE: arrangement.exact, BLIND: arrangement.blind}
     caches |= {name: arrangement.patched(made, None) for name, made in patches.items()}

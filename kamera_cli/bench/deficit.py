@@ -17,7 +17,7 @@ from kamera_cli.bench.scratch import scratch_engine
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.scoring import score
-from kamera_cli.operator.patch import residual
+from kamera_cli.operator.factorise import residual
 from kamera_cli.results import Progress
 from kamera_cli.settings import Settings
 

@@ -21,7 +21,8 @@ from kamera_cli.bench.sizes import of_factors, of_layer
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.scoring import is_greedy_match, score
-from kamera_cli.operator.patch import LayerPatch, residual
+from kamera_cli.operator.factorise import residual
+from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.results import Progress
 from kamera_cli.settings import Settings
 

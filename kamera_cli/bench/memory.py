@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kamera_cli.bench.episodes import GROUPS, Task, tasks
@@ -104,8 +103,7 @@ def _episode(task: Task, learner: Learner, arms: dict[str, Arm]) -> Size:
     for name, arm in arms.items():
         if arm.options is None:
             continue
-        options = replace(arm.options, worth=known) if arm.by_worth else arm.options
-        formed = [of_chunk.patch(options) for of_chunk in residuals]
+        formed = [of_chunk.cut(arm.options, known if arm.by_worth else None) for of_chunk in residuals]
         arm.size += sum((size for _, size in formed), Size())
         caches[name] = arrangement.patched([None, *(layers for layers, _ in formed)], None)
     scored = score(arrangement.runner, list(caches.values()), arrangement.end, task.prompts)

@@ -8,16 +8,16 @@ from typing import Literal
 
 from kamera_cli.bench.episodes import Encoded
 from kamera_cli.bench.forming import AS_COMPILED
-from kamera_cli.bench.shared_orbit import form_shared
 from kamera_cli.model.compat import DynamicCache, shorten
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator.orbit import antecedent_sets, formed_orders, mean_kv
-from kamera_cli.operator.patch import LayerPatch, form
+from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.ranks import Worth
+from kamera_cli.operator.residual import form
 from kamera_cli.patches.request import PatchOptions
 
 EXACT, ORBIT = "exact, one per order", "orbit, one per set"
-RIVALS = SHARED, ONE_ORDER, ONE_MEAN = "one V for all sets", "one order", "one mean patch"
+RIVALS = ONE_ORDER, ONE_MEAN = "one order", "one mean patch"
 Chain = tuple[tuple[int, ...], int]
 """The chunks before one, in order, and that one."""
 Patches = dict[Chain, list[LayerPatch]]
@@ -93,13 +93,6 @@ def arms_of(
             own[ORBIT] |= {(before, chunk): patch for before in itertools.permutations(of)}
         if not ways.with_rivals:
             continue
-        joint = form_shared(
-            means, canonical[chunk], rank=rank_of(means[0]), energy=ways.energy, worth=ways.worth
-        )
-        kept[SHARED] += [factors.v for patch in joint[0] for factors in (patch.rotary, patch.plain)]
-        for of, shared in zip(sets, joint, strict=True):
-            kept[SHARED] += [factors.u for patch in shared for factors in (patch.rotary, patch.plain)]
-            own[SHARED] |= {(before, chunk): shared for before in itertools.permutations(of)}
         everywhere = mean_kv([layers for (before, one), layers in after.items() if one == chunk and before])
         single = factored(everywhere, chunk)
         kept[ONE_MEAN] += _factors(single)

@@ -9,6 +9,7 @@ import typer
 
 from kamera_cli.commands.session import Session, WindowOption, command
 from kamera_cli.errors import NotFoundError, UsageError
+from kamera_cli.trust import proven_energy
 from kamera_cli.words import brief_numbers, display, format_bytes, in_ms, short_id, table
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def split_view(found: Sequence[dict], numbers: Mapping[str, int] | None = None) 
                 patch["kind"],
                 _after(patch, known),
                 *((_runs(patch["ranks"]),) if wide else _columns(patch["ranks"], num_layers)),
-                f"{100 * _proven(patch):.1f} %",
+                f"{100 * proven_energy(patch):.1f} %",
                 format_bytes(patch["stored_bytes"]),
             )
             for patch in found
@@ -221,19 +222,13 @@ def split_view(found: Sequence[dict], numbers: Mapping[str, int] | None = None) 
     )
     yield (
         "ranks by layer, of what RoPE turns and of what it does not; energy: weighted by what each layer is "
-        "worth to the output where that was measured, of the worst layer otherwise"
+        "worth to the output where that was measured, of the worst layer otherwise; of an orbit in its worst order"
     )
 
 
 def _after(patch: Mapping, numbers: Mapping[str, int]) -> str:
     after = [numbers.get(chunk, 0) for chunk in patch["antecedents"]]
     return brief_numbers(sorted(after) if patch["kind"] == "orbit" else after)
-
-
-def _proven(patch: Mapping) -> float:
-    """The energy by which the plan trusts a patch (`kamera_cli.operator.ranks.proven_energy`)."""
-    weighted = patch["energy_weighted"]
-    return min(patch["energy"], default=1.0) if weighted is None else weighted
 
 
 def _columns(ranks: Sequence[Sequence[int]], count: int) -> list[str]:

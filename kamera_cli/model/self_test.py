@@ -16,7 +16,7 @@ from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.inputs import ChunkInputs, Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
-from kamera_cli.operator.patch import form
+from kamera_cli.operator.residual import form
 
 _TOKENS = 24
 _LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}

@@ -79,7 +79,7 @@ def assemble(
     positions: torch.Tensor,
     rank: int | None = None,
 ) -> DynamicCache:
-    """A fresh cache for the placed parts (design §2: K^ = R(p)·(K + U Vᵀ), V^ = V + U Vᵀ).
+    """A fresh cache for the placed parts: K^ = R(p)·(K + U Vᵀ), V^ = V + U Vᵀ (arXiv 2606.23581, "The operator").
 
     `patched_layer` adds U Vᵀ, `AttentionFamily.cache` rotates what it gives (R(p)) and lays it out as the model does.
 

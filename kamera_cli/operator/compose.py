@@ -109,7 +109,7 @@ class GainFit:
         """Count one tensor of one layer: composed with gain 1, and the true Δ, (T, W) float32."""
         size = float(true.square().sum())
         if size > 0:
-            made = composed.u.T.float() @ composed.v.float()
+            made = composed.product()
             self.along += float((made * true).sum()) / size
             self.across += float(made.square().sum()) / size
             self.num_tensors += 1

@@ -1,4 +1,4 @@
-"""Orbit patches: one patch per chunk and antecedent *set*, good for every order of the set (paper, "Reorder").
+"""Orbit patches: one patch per chunk and antecedent *set*, good for every order of it (arXiv 2606.23581, "Reorder").
 
 Δ(B | A₁…A_k) depends on which chunks stand before B and, in a trained model, hardly on their order: the mean of Δ over
 two opposite orders stands for the set, and is factored as Δ of one order is. How much of each order's own Δ it holds is
@@ -10,14 +10,15 @@ here, whatever its rank (``kamera bench orbit`` shows them all).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 
 from kamera_cli.errors import UsageError
 from kamera_cli.model.families.family import LayerKV
-from kamera_cli.operator.patch import LayerPatch, absorbed
+from kamera_cli.operator.factorise import absorbed, tensor_pairs
+from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.ranks import Worth
 
 ORBIT_LIMIT = 5
@@ -90,19 +91,10 @@ def energy_in_order(
     shares = None if worth is None else worth.shares(canonical[0].rotary.shape[0])
     factors = [each for layer in patch for each in (layer.rotary, layer.plain)]
     lost, least = 0.0, 1.0
-    for index, ((new,), alone) in enumerate(tensors_of_sets([list(after)], list(canonical))):
-        delta = absorbed(new, alone)
-        missing = float((delta - factors[index].u.T.float() @ factors[index].v.float()).square().sum())
+    for index, pair in enumerate(tensor_pairs(after, canonical)):
+        delta = absorbed(*pair)
+        missing = float((delta - factors[index].product()).square().sum())
         total = float(delta.square().sum())
         lost += missing * (shares[index] if shares else 0.0)
         least = min(least, 1.0 - missing / total if total else 1.0)
     return max(0.0, least if shares is None else 1.0 - lost)
-
-
-def tensors_of_sets(
-    conditioned: Sequence[list[LayerKV]], canonical: list[LayerKV]
-) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Rotary and plain of each layer: (T, H, D) of every set, and alone."""
-    for layer, alone in enumerate(canonical):
-        yield [chunk[layer].rotary for chunk in conditioned], alone.rotary
-        yield [chunk[layer].plain for chunk in conditioned], alone.plain

@@ -1,60 +1,70 @@
-"""Conditioning patches: Δ = KV(B|A) − KV(B|∅) as low-rank factors in the pre-RoPE frame (paper, "The operator")."""
+"""Conditioning patches as data: Δ = KV(B|A) − KV(B|∅) as low-rank factors in the pre-RoPE frame, and adding them.
+
+How they are found stands in `kamera_cli.operator.residual`. Source: arXiv 2606.23581, "The operator".
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from kamera_cli.errors import UsageError
-from kamera_cli.model.families.family import LayerKV
-from kamera_cli.operator.factorise import (
-    AUTO_BITS,
-    FACTOR_DTYPES,
-    MAX_AUTO_RANK,
-    Directions,
-    Factors,
-    Precision,
-    absorbed,
-    direction_bytes,
-    directions,
-    factorise,
-    is_rounding,
-    least_rank,
-    residual,
-    rounded,
-    side_bytes,
-    truncated,
-)
-from kamera_cli.operator.ranks import Spectrum, Worth, choose
-from kamera_cli.operator.stacked import Stack, stacks
+from kamera_cli.operator import quantise
+from kamera_cli.options import FactorDtype
 
-__all__ = [
-    "AUTO_BITS",
-    "FACTOR_DTYPES",
-    "MAX_AUTO_RANK",
-    "Directions",
-    "Factors",
-    "LayerPatch",
-    "Precision",
-    "absorbed",
-    "add_into",
-    "check_rank",
-    "direction_bytes",
-    "directions",
-    "factorise",
-    "form",
-    "is_rounding",
-    "residual",
-    "rounded",
-    "side_bytes",
-    "truncated",
-]
+MAX_AUTO_RANK = 64
+"""Largest rank that ``rank="auto"`` chooses."""
 
-NUM_PROBED = 24
-"""Directions of each tensor that ``auto`` looks at first; a tensor that takes them all is looked at whole."""
+AUTO_BITS = 8
+"""Width of integer factors when no dtype is asked for."""
+
+Precision = torch.dtype | int | None
+"""What factors are kept in: a dtype, a number of bits, or None for `AUTO_BITS`."""
+
+FACTOR_DTYPES: dict[FactorDtype, Precision] = {
+    "auto": None,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": 8,
+    "int6": 6,
+    "int4": 4,
+}
+"""Names of what factors may be kept in."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Δ ≈ U Vᵀ of one tensor of one layer.
+
+    Attributes
+    ----------
+    u : torch.Tensor
+        (m, T): row i is the i-th column of U, so a lower rank is the first rows. Carries the singular values.
+    v : torch.Tensor
+        (m, W): W is the width H · D of the tensor; rows are orthonormal before rounding.
+    bits : int or None
+        The rows are integers of so many bits times one scale per row, and are stored as such; None: stored as they are.
+    """
+
+    u: torch.Tensor
+    v: torch.Tensor
+    bits: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of directions, m."""
+        return self.u.shape[0]
+
+    def at_rank(self, rank: int | None) -> Factors:
+        """The first ``rank`` directions; all of them for None or a larger number."""
+        return self if rank is None or rank >= self.rank else Factors(self.u[:rank], self.v[:rank], self.bits)
+
+    def product(self) -> torch.Tensor:
+        """U Vᵀ, (T, W) float32."""
+        return self.u.T.float() @ self.v.float()
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ class LayerPatch:
 
     @property
     def rank(self) -> int:
+        """The larger rank of the two."""
         return max(self.rotary.rank, self.plain.rank)
 
 
@@ -95,119 +106,11 @@ def check_rank(rank: int | Literal["auto"], num_tokens: int) -> None:
         )
 
 
-def form(
-    conditioned: list[LayerKV],
-    canonical: list[LayerKV],
-    *,
-    rank: int | Literal["auto"],
-    energy: float,
-    dtype: Precision = None,
-    budget_bytes: int | None = None,
-    worth: Worth | None = None,
-) -> list[LayerPatch]:
-    """Factor Δ of every layer.
-
-    Parameters
-    ----------
-    conditioned, canonical : list of LayerKV
-        Position-free KV of the same T tokens, prefilled after the antecedents and alone.
-    rank : int or "auto"
-        ``auto`` takes the fewest directions that capture ``energy``, at most `MAX_AUTO_RANK` of a tensor: of all
-        tensors together where their ``worth`` is known, and of each tensor apart otherwise.
-    energy : float
-        Share in (0, 1] of ‖Δ‖²; with ``worth``, all but 1 − ``energy`` of what a typical patch of T tokens is worth.
-        Read by ``auto`` alone.
-    dtype : torch.dtype, int or None
-        Of the factors, an int for integers of so many bits, None for `AUTO_BITS`; a floating point factor with a value
-        beyond its range is kept in fp32.
-    budget_bytes : int or None
-        With ``auto``: bytes that the factors of all layers may take, whatever energy that captures. Without ``worth``,
-        each tensor's whole Δ counts the same.
-    """
-    pairs = [
-        pair
-        for after, alone in zip(conditioned, canonical, strict=True)
-        for pair in ((after.rotary, alone.rotary), (after.plain, alone.plain))
-    ]
-    worths = None if worth is None else worth.shares(canonical[0].rotary.shape[0])
-    grouped = stacks(pairs)
-    known, ranks = _chosen(grouped, rank, energy, dtype, budget_bytes, worths)
-    found: dict[int, tuple[Factors, float]] = {}
-    for stack in grouped:
-        cut = stack.truncated([known[at] for at in stack.places], [ranks[at] for at in stack.places], dtype)
-        found |= zip(stack.places, cut, strict=True)
-    return [
-        LayerPatch(
-            found[n][0], found[n + 1][0], found[n][1], found[n + 1][1],
-            *(None if worths is None else worths[at] * known[at].total for at in (n, n + 1)),
-        )
-        for n in range(0, len(pairs), 2)
-    ]  # fmt: skip
-
-
-def _chosen(
-    grouped: Sequence[Stack],
-    rank: int | Literal["auto"],
-    energy: float,
-    dtype: Precision,
-    budget_bytes: int | None,
-    worths: list[float] | None,
-) -> tuple[list[Directions], Sequence[int]]:
-    """Directions of every tensor, as many as it takes, and its rank.
-
-    The ranks are those that all directions would give, down to ones that are rounding: where a tensor takes as many as
-    are known of it, it is looked at again, whole.
-    """
-    most = MAX_AUTO_RANK if rank == "auto" else rank
-    count = NUM_PROBED if rank == "auto" else rank + 1
-    known = _in_order(grouped, [stack.strongest(count) for stack in grouped])
-    deltas = _in_order(grouped, [stack.deltas for stack in grouped])
-    whole = [len(each.squares) >= min(most, *delta.shape) or not each.total
-             for each, delta in zip(known, deltas, strict=True)]  # fmt: skip
-    while True:
-        if rank != "auto":
-            ranks: Sequence[int] = [rank] * len(known)
-        elif worths is None and budget_bytes is None:
-            ranks = [least_rank(each, energy) for each in known]
-        else:
-            ranks = _of_all([delta.shape for delta in deltas], known, energy, dtype, budget_bytes, worths)
-        short = [at for at, each in enumerate(known) if not whole[at] and ranks[at] >= len(each.squares)]
-        if not short:
-            return known, ranks
-        for at in short:
-            known[at], whole[at] = directions(deltas[at], most), True
-
-
-def _in_order(grouped: Sequence[Stack], of_each: Sequence[Sequence]) -> list:
-    """One entry per tensor, by its place among all."""
-    found = {
-        at: entry
-        for stack, entries in zip(grouped, of_each, strict=True)
-        for at, entry in zip(stack.places, entries, strict=True)
-    }
-    return [found[at] for at in range(len(found))]
-
-
-def _of_all(
-    shapes: Sequence[tuple[int, int]],
-    known: Sequence[Directions],
-    energy: float,
-    dtype: Precision,
-    budget_bytes: int | None,
-    worths: list[float] | None,
-) -> tuple[int, ...]:
-    """Ranks of all tensors together; without ``worths``, each tensor's whole Δ counts the same."""
-    spectra = [
-        Spectrum(
-            tuple(each.squares[:MAX_AUTO_RANK].tolist()),
-            each.total,
-            direction_bytes(*shape, dtype),
-            worths[index] if worths is not None else 1.0 / (each.total or 1.0),
-        )
-        for index, (shape, each) in enumerate(zip(shapes, known, strict=True))
-    ]
-    typical = None if worths is None else 1.0
-    return choose(spectra, energy=energy, typical=typical, budget_bytes=budget_bytes)
+def direction_bytes(num_tokens: int, width: int, dtype: Precision = None) -> int:
+    """Raw bytes of one direction of a (T, W) tensor: a row of U and one of V."""
+    if isinstance(dtype, torch.dtype):
+        return dtype.itemsize * (num_tokens + width)
+    return sum(quantise.row_bytes(length, dtype or AUTO_BITS) for length in (num_tokens, width))
 
 
 def add_into(target: torch.Tensor, canonical: torch.Tensor, factors: Factors | None) -> None:

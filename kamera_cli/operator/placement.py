@@ -1,4 +1,4 @@
-"""Which order of chunks needs the least: since order is free where patches serve it, a query may choose (design §4)."""
+"""Which order of chunks needs the least: since order is free where patches serve it, a query may choose."""
 
 from __future__ import annotations
 

@@ -1,42 +1,32 @@
-"""Which patch for which chunk, or which fallback: a pure function (design §4)."""
+"""Which patch for which chunk, or which fallback: a pure function."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from kamera_cli.options import Reuse
-from kamera_cli.results import Used, WhyNot
+from kamera_cli.results import Used
+from kamera_cli.trust import (
+    AUTO_MAX_KL,
+    AUTO_MIN_ENERGY,
+    Offer,
+    PatchKind,
+    Reuse,
+    WhyNot,
+    refusal,
+)
 
-PatchKind = Literal["exact", "orbit", "composed"]
-
-AUTO_MAX_KL = 0.05
-"""Largest measured KL, in nats, of a patch that ``auto`` uses unless told otherwise."""
-
-AUTO_MIN_ENERGY = 0.95
-"""Smallest captured energy, over layers, of a patch that ``auto`` uses. A KL is measured on one question; another one
-may read what a patch of few directions left out."""
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What the store has for a chunk after its antecedents.
-
-    Attributes
-    ----------
-    keys : tuple of bytes
-        Records that are read: one patch, or the pairs that a composed one is made of.
-    kind : {"exact", "orbit", "composed"}
-    kl : float or None
-        Measured when it was formed; of a composed patch the bound that was measured for so many antecedents.
-    energy : float
-        Smallest captured share over layers.
-    """
-
-    keys: tuple[bytes, ...]
-    kind: PatchKind
-    kl: float | None
-    energy: float
+__all__ = [
+    "AUTO_MAX_KL",
+    "AUTO_MIN_ENERGY",
+    "Action",
+    "Offer",
+    "PatchKind",
+    "Plan",
+    "Reuse",
+    "Wanted",
+    "plan",
+    "refusal",
+]
 
 
 @dataclass(frozen=True)
@@ -105,16 +95,6 @@ def _action(chunk: Wanted, reuse: Reuse, max_kl: float | None) -> Action:
         if why_not is None:
             return Action(offer.kind, offer)
     return Action("blind", why_not=refusals[0] if refusals else "no_patch")
-
-
-def refusal(offer: Offer, reuse: Reuse, max_kl: float | None) -> WhyNot | None:
-    """Why an offer is not used; None when it is good enough. A composition that was never measured never is."""
-    if reuse == "auto" and offer.energy < AUTO_MIN_ENERGY:
-        return "low_energy"
-    unmeasured = offer.kl is None and (max_kl is not None or offer.kind == "composed")
-    if unmeasured or (max_kl is not None and offer.kl > max_kl):
-        return "max_kl"
-    return None
 
 
 def _because(misses: list[WhyNot], num_chunks: int) -> str:

@@ -12,7 +12,7 @@ from its antecedents has little to lose, and on the embedded model needs a third
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kamera_cli.errors import UsageError
@@ -112,9 +112,13 @@ def weights(measured: Sequence[tuple[Sensitivity, Sensitivity]]) -> list[tuple[f
     layers = [max(_per_share(tensor) for tensor in layer) for layer in measured]
     least = FLOOR * max(layers, default=0.0) or 1.0
     return [
-        tuple(max(size, least) / tensor.total if tensor.total > 0 else 0.0 for tensor in layer)
-        for size, layer in zip(layers, measured, strict=True)
+        (_weight(size, least, rotary), _weight(size, least, plain))
+        for size, (rotary, plain) in zip(layers, measured, strict=True)
     ]
+
+
+def _weight(size: float, least: float, tensor: Sensitivity) -> float:
+    return max(size, least) / tensor.total if tensor.total > 0 else 0.0
 
 
 def _per_share(tensor: Sensitivity) -> float:
@@ -168,20 +172,6 @@ def _entry(index: int, spectrum: Spectrum, rank: int) -> tuple[float, int]:
     return -spectrum.weight * spectrum.squares[rank] / spectrum.direction_bytes, index
 
 
-def proven_energy(meta: Mapping) -> float:
-    """The energy by which a stored patch may be trusted: `weighted_energy` where the sensitivity was measured before it
-    was formed, and otherwise the smallest of its layers; of an orbit patch no more than it holds in any measured order.
-
-    Parameters
-    ----------
-    meta : mapping
-        Of a patch's record.
-    """
-    weighted = meta.get("energy_weighted")
-    captured = min(meta["energy"], default=1.0) if weighted is None else weighted
-    return min(captured, meta.get("energy_in_orders", 1.0))
-
-
 def weighted_energy(parts: Sequence[tuple[float | None, float]]) -> float | None:
     """1 less the share of a typical patch's worth that is missing, at least 0.
 
@@ -191,6 +181,7 @@ def weighted_energy(parts: Sequence[tuple[float | None, float]]) -> float | None
         Of each tensor what its Δ is worth, in units of a typical patch, and the captured share. None for what was not
         measured, which makes the result None.
     """
-    if not parts or any(part is None for part, _ in parts):
+    known = [(part, share) for part, share in parts if part is not None]
+    if not parts or len(known) < len(parts):
         return None
-    return max(0.0, 1.0 - sum(part * (1.0 - share) for part, share in parts))
+    return max(0.0, 1.0 - sum(part * (1.0 - share) for part, share in known))

@@ -14,6 +14,7 @@ from kamera_cli.model.runner import ModelRunner
 from kamera_cli.model.scoring import Place, logits_after
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.operator.patch import LayerPatch
+from kamera_cli.patches.chunk import Chunk
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,18 @@ class Part:
     """A span of an assembled prompt in memory: positions and, per layer, KV with an optional patch."""
 
     segment: Segment
-    layers: list[LayerKV]
-    patch: list[LayerPatch] | None = None
+    layers: Sequence[LayerKV]
+    patch: Sequence[LayerPatch] | None = None
+
+    @classmethod
+    def of(cls, chunk: Chunk, patch: Sequence[LayerPatch] | None = None) -> Part:
+        """The canonical KV of a chunk, with a patch or without."""
+        return cls(chunk.segment, chunk.canonical, patch)
+
+
+def front(runner: ModelRunner) -> Part:
+    """The preamble, which stands first in every prompt."""
+    return Part(runner.preamble, runner.preamble_layers)
 
 
 def probe_logits(runner: ModelRunner, parts: Sequence[Part], probe: torch.Tensor) -> torch.Tensor:
@@ -51,14 +62,20 @@ def logits_behind(
     return logits_after(runner, assembled(runner, parts), places, probe)
 
 
-def assembled(runner: ModelRunner, parts: Sequence[Part]) -> DynamicCache:
-    """A fresh cache of parts in prompt order, the preamble first."""
+def assembled(runner: ModelRunner, parts: Sequence[Part], rank: int | None = None) -> DynamicCache:
+    """A fresh cache of parts in prompt order, the preamble first.
+
+    Parameters
+    ----------
+    rank : int or None
+        Use only the first directions of each patch.
+    """
     placed, _ = place([(part.segment.positions, part.segment.num_tokens) for part in parts])
     layers = (
         [(part.layers[layer], None if part.patch is None else part.patch[layer]) for part in parts]
         for layer in range(runner.family.num_layers)
     )
-    return assemble(runner.family, layers, joined_positions(placed))
+    return assemble(runner.family, layers, joined_positions(placed), rank)
 
 
 def places_of(segments: Sequence[Segment], ends: Sequence[int]) -> list[Place]:

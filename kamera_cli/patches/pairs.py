@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from kamera_cli.operator.ranks import proven_energy
 from kamera_cli.results import ComposedBound
+from kamera_cli.trust import proven_energy
 
 if TYPE_CHECKING:
     from kamera_cli.library import FindPatch

@@ -15,12 +15,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import astuple, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kamera_cli.library import require_record
 from kamera_cli.model.compat import DynamicCache, decoder_of, takes_masks
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.generate import next_token_kl
@@ -28,10 +27,10 @@ from kamera_cli.model.inputs import Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.model.scoring import Forced, Place, logits_after, score
 from kamera_cli.operator.assemble import joined_positions, place
-from kamera_cli.operator.patch import absorbed
+from kamera_cli.operator.factorise import absorbed
 from kamera_cli.operator.ranks import Sensitivity, Worth, worth
+from kamera_cli.patches.chunk import Chunk
 from kamera_cli.results import Progress
-from kamera_cli.window import Chain
 
 if TYPE_CHECKING:
     from kamera_cli.context import Context
@@ -67,92 +66,140 @@ class Prompt:
     conditioned: Sequence[list[LayerKV]]
 
 
-def layer_worth(context: Context, chain: Chain | None, numbers: dict[bytes, int]) -> Worth | None:
-    """What the tensors of each layer are worth, for `kamera_cli.operator.patch.form`.
+@dataclass(frozen=True)
+class Learned:
+    """What is known of a model's sensitivity: sums over the windows that were measured, so that those in which more was
+    felt count for more.
+
+    Attributes
+    ----------
+    layers : list of (Sensitivity, Sensitivity)
+        Rotary and plain per layer; empty before the first window.
+    num_windows : int
+        Windows that were measured.
+    num_tokens : int
+        Their conditioned tokens.
+    """
+
+    layers: Measured = field(default_factory=list)
+    num_windows: int = 0
+    num_tokens: int = 0
+
+    @property
+    def is_felt(self) -> bool:
+        """Whether some tensor was found to matter."""
+        highest = max((tensor.kl for layer in self.layers for tensor in layer), default=0.0)
+        return self.num_windows > 0 and highest >= LEAST_FELT * self.num_windows
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no further window is measured."""
+        return self.is_felt or self.num_windows >= MAX_TRIES
+
+    @property
+    def worth(self) -> Worth | None:
+        """What the tensors of each layer are worth; None where nothing was felt so far."""
+        return worth(self.layers, self.num_tokens) if self.is_felt else None
+
+    def with_window(self, found: Measured, num_tokens: int) -> Learned:
+        """With one more window of so many conditioned tokens."""
+        layers = found
+        if self.layers:
+            layers = [
+                (_sum(rotary, more_rotary), _sum(plain, more_plain))
+                for (rotary, plain), (more_rotary, more_plain) in zip(self.layers, found, strict=True)
+            ]
+        return Learned(layers, self.num_windows + 1, self.num_tokens + num_tokens)
+
+
+def learn(
+    runner: ModelRunner,
+    known: Learned,
+    chunks: Sequence[Chunk],
+    after: Sequence[list[LayerKV]] | None = None,
+) -> Learned:
+    """Measure one more window, unless what is known is settled.
 
     Parameters
     ----------
-    chain : Chain or None
-        Chunks to measure on while this model's sensitivity is not settled in this store; None to go by what is known.
+    chunks : sequence of Chunk
+        In prompt order; those of `measured_on` count.
+    after : sequence of list of LayerKV, optional
+        Position-free KV of each chunk out of one prefill of them all, where it is at hand.
 
     Returns
     -------
-    Worth or None
-        None where nothing was felt so far.
-
-    Raises
-    ------
-    NotFoundError
-        A chunk is gone from the store.
+    Learned
+        ``known`` itself where nothing was measured.
     """
-    state = context.store.get_state(SENSITIVITY, context.fingerprint)
-    known = {"layers": [], "windows": []} if state is None or not _as_written(state.value) else state.value
-    settled = _felt(known) or len(known["windows"]) >= MAX_TRIES
-    if not settled and chain is not None and (found := _measured(context, chain, numbers)) is not None:
-        known = _added(known, found)
-        context.store.put_state(SENSITIVITY, context.fingerprint, known, expect="any")
-    if not _felt(known):
-        return None
-    measured = [tuple(Sensitivity(*tensor) for tensor in layer) for layer in known["layers"]]
-    return worth(measured, sum(window["num_tokens"] for window in known["windows"]))
+    counted = measured_on(runner, chunks)
+    if known.is_settled or not counted:
+        return known
+    segments = [runner.preamble, *(chunk.segment for chunk in counted)]
+    canonical = [runner.preamble_layers, *(chunk.canonical for chunk in counted)]
+    given = None if after is None else [runner.preamble_layers, *after[: len(counted)]]
+    prefilled = given or runner.prefill_captured(segments)
+    found = measure(Prompt(runner, segments, canonical, prefilled))
+    return known.with_window(found, sum(chunk.segment.num_tokens for chunk in counted[1:]))
 
 
-def _as_written(known: Mapping) -> bool:
-    """Whether what another version may have left has the fields of this one; if not, it is measured anew."""
-    windows = known.get("windows")
-    return (
-        isinstance(known.get("layers"), list)
-        and isinstance(windows, list)
-        and all(isinstance(window, dict) and window.get("num_tokens", 0) > 0 for window in windows)
-    )
-
-
-def _felt(known: Mapping) -> bool:
-    highest = max((tensor[0] for layer in known["layers"] for tensor in layer), default=0.0)
-    return highest >= LEAST_FELT * max(1, len(known["windows"]))
-
-
-def _added(known: Mapping, found: Mapping) -> dict:
-    """Sums over windows, so that those in which more was felt count for more."""
-    layers = found["layers"]
-    if known["layers"]:
-        layers = [
-            [[one + other for one, other in zip(*pair, strict=True)] for pair in zip(*both, strict=True)]
-            for both in zip(known["layers"], layers, strict=True)
-        ]
-    window = {name: value for name, value in found.items() if name != "layers"}
-    return {"layers": layers, "windows": [*known["windows"], window]}
-
-
-def _measured(context: Context, chain: Chain, numbers: dict[bytes, int]) -> dict | None:
-    """`measure` on the first chunks of a chain; None where it has one chunk, or no probe fits behind two of them."""
-    if len(chain) < 2:
-        return None
-    runner, library = context.runner, context.library
-    started = time.perf_counter()
-    records = [require_record(library, link, str(numbers.get(link.key, link.short_id))) for link in chain]
-    count, total = 2, sum(record.meta["num_tokens"] for record in records[:2])
-    while count < len(records) and total + records[count].meta["num_tokens"] <= MAX_TOKENS:
-        total += records[count].meta["num_tokens"]
+def measured_on(runner: ModelRunner, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+    """The first two chunks of a window, and more as long as all stay within `MAX_TOKENS`; none of a single one, or
+    where no probe fits behind two."""
+    sizes = [chunk.segment.num_tokens for chunk in chunks]
+    count = 2
+    while count < len(sizes) and sum(sizes[: count + 1]) <= MAX_TOKENS:
         count += 1
-    segments = [runner.preamble, *map(library.segment, records[:count])]
-    spans = sum(segment.positions.span for segment in segments)
-    if spans + PROBE_TOKENS + runner.question_ids("").numel() > runner.max_tokens:
-        return None
+    end = sum(part.positions.span for part in [runner.preamble, *(chunk.segment for chunk in chunks[:count])])
+    fits = end + PROBE_TOKENS + runner.question_ids("").numel() <= runner.max_tokens
+    return chunks[:count] if len(chunks) > 1 and fits else ()
+
+
+def _sum(one: Sensitivity, other: Sensitivity) -> Sensitivity:
+    return Sensitivity(one.kl + other.kl, one.missing + other.missing, one.total + other.total)
+
+
+def known_worth(context: Context) -> Worth | None:
+    """What the tensors of each layer are worth by what this store knows of the model; None where nothing was felt."""
+    return _learned(_state(context)).worth
+
+
+def learned_worth(context: Context, window: Sequence[Chunk]) -> Worth | None:
+    """The same, after measuring a window of stored chunks while what this store knows is not settled."""
+    state = _state(context)
+    known = _learned(state)
+    counted = () if known.is_settled else measured_on(context.runner, window)
+    if not counted:
+        return known.worth
     context.progress(Progress("measuring layers", 0, None, "layers"))
-    canonical = [runner.preamble_layers, *map(library.layers, records[:count])]
-    found = measure(Prompt(runner, segments, canonical, runner.prefill_captured(segments)))
-    return {
-        "layers": [[[tensor.kl, tensor.missing, tensor.total] for tensor in layer] for layer in found],
-        "chunks": [link.id for link in chain[:count]],
-        "num_tokens": sum(record.meta["num_tokens"] for record in records[1:count]),
+    started = time.perf_counter()
+    more = learn(context.runner, known, counted)
+    measured = {
+        "chunks": [chunk.stored.id for chunk in counted],
+        "num_tokens": more.num_tokens - known.num_tokens,
         "probes": f"{NUM_PROBES} questions of {PROBE_TOKENS} random tokens",
         "ms": 1e3 * (time.perf_counter() - started),
     }
+    layers = [[list(astuple(tensor)) for tensor in layer] for layer in more.layers]
+    state = {"layers": layers, "windows": [*state["windows"], measured]}
+    context.store.put_state(SENSITIVITY, context.fingerprint, state, expect="any")
+    return more.worth
+
+
+def _state(context: Context) -> Mapping[str, Any]:
+    """As the store keeps it: by layer the sums of both tensors, and each window that was measured."""
+    state = context.store.get_state(SENSITIVITY, context.fingerprint)
+    return {"layers": [], "windows": []} if state is None else state.value
+
+
+def _learned(state: Mapping[str, Any]) -> Learned:
+    layers = [(Sensitivity(*rotary), Sensitivity(*plain)) for rotary, plain in state["layers"]]
+    windows = state["windows"]
+    return Learned(layers, len(windows), sum(window["num_tokens"] for window in windows))
 
 
 @torch.inference_mode()
-def measure(context: Prompt) -> Measured:
+def measure(prompt: Prompt) -> Measured:
     """Sensitivity of both tensors of every layer, averaged over the probes.
 
     Returns
@@ -160,23 +207,23 @@ def measure(context: Prompt) -> Measured:
     list of (Sensitivity, Sensitivity)
         Rotary and plain per layer; all zero where there is no Δ.
     """
-    runner = context.runner
-    placed, end = place([(part.positions, part.num_tokens) for part in context.segments])
+    runner = prompt.runner
+    placed, end = place([(part.positions, part.num_tokens) for part in prompt.segments])
     positions = joined_positions(placed)
     number = range(runner.family.num_layers)
-    exact = runner.family.cache([_joined(context.conditioned, layer) for layer in number], positions)
+    exact = runner.family.cache([_joined(prompt.conditioned, layer) for layer in number], positions)
     arms = [
         (layer, name, total)
         for layer in number
         for name in ("rotary", "plain")
-        if (total := _energy(context, layer, name)) > 0.0
+        if (total := _energy(prompt, layer, name)) > 0.0
     ]
     probes = _probes(runner)
     reference = _logits(runner, [exact], end, probes)[0]
     found = {(layer, name): Sensitivity(0.0, 0.0, 0.0) for layer in number for name in ("rotary", "plain")}
     for first in range(0, len(arms), _GROUP):
         group = arms[first : first + _GROUP]
-        caches = [_without(context, exact, positions, layer, name) for layer, name, _ in group]
+        caches = [_without(prompt, exact, positions, layer, name) for layer, name, _ in group]
         for (layer, name, total), rows in zip(group, _logits(runner, caches, end, probes), strict=True):
             kl = sum(next_token_kl(*pair) for pair in zip(reference, rows, strict=True)) / len(probes)
             found[layer, name] = Sensitivity(kl, MISSING_SHARE * total, total)
@@ -187,7 +234,8 @@ def _probes(runner: ModelRunner) -> list[torch.Tensor]:
     """Token ids of the probes, the same ones every time."""
     generator = torch.Generator().manual_seed(0)
     closing = runner.question_ids("")
-    size = runner.model.get_input_embeddings().weight.shape[0]
+    model: Any = runner.model
+    size = model.get_input_embeddings().weight.shape[0]
     return [
         torch.cat([torch.randint(size, (PROBE_TOKENS,), generator=generator).to(closing.dtype), closing])
         for _ in range(NUM_PROBES)
@@ -208,28 +256,28 @@ def _logits(
 
 
 def _without(
-    context: Prompt, exact: DynamicCache, positions: torch.Tensor, layer: int, name: str
+    prompt: Prompt, exact: DynamicCache, positions: torch.Tensor, layer: int, name: str
 ) -> DynamicCache:
     """The prefill's cache with one tensor of one layer moved towards canonical KV; the other layers are shared."""
-    kept = _joined(context.conditioned, layer)
-    after, alone = getattr(kept, name), getattr(_joined(context.canonical, layer), name)
+    kept = _joined(prompt.conditioned, layer)
+    after, alone = getattr(kept, name), getattr(_joined(prompt.canonical, layer), name)
     moved = after.float() - math.sqrt(MISSING_SHARE) * (after.float() - alone.float())
     tensors = {"rotary": kept.rotary, "plain": kept.plain, name: moved.to(after.dtype)}
-    changed = context.runner.family.cache([LayerKV(**tensors)], positions, first=layer).layers[0]
+    changed = prompt.runner.family.cache([LayerKV(**tensors)], positions, first=layer).layers[0]
     made = DynamicCache()
     made.layers = [changed if index == layer else other for index, other in enumerate(exact.layers)]
     return made
 
 
-def _energy(context: Prompt, layer: int, name: str) -> float:
+def _energy(prompt: Prompt, layer: int, name: str) -> float:
     """‖Δ‖² of a tensor over all chunks, none where it is rounding."""
     after, alone = (
-        getattr(_joined(chunks, layer), name) for chunks in (context.conditioned, context.canonical)
+        getattr(_joined(chunks, layer), name) for chunks in (prompt.conditioned, prompt.canonical)
     )
     return float(absorbed(after, alone).square().sum())
 
 
 def _joined(chunks: Sequence[list[LayerKV]], layer: int) -> LayerKV:
-    """One layer of all parts in a row; a part without tokens has no layers."""
-    held = [chunk[layer] for chunk in chunks if chunk]
+    """One layer of all parts in a row."""
+    held = [chunk[layer] for chunk in chunks]
     return LayerKV(torch.cat([kv.rotary for kv in held]), torch.cat([kv.plain for kv in held]))

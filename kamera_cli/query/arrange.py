@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kamera_cli.library import FindPatch, Library, StoredKind, require_record
+from kamera_cli.library import FindPatch, Library, require_record
 from kamera_cli.operator.compose import compose
 from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.placement import best_order
-from kamera_cli.operator.plan import AUTO_MAX_KL, Action, Offer, Plan, Wanted, plan, refusal
-from kamera_cli.operator.ranks import proven_energy
+from kamera_cli.operator.plan import Action, Plan, Wanted, plan
 from kamera_cli.options import QueryOptions, Reuse
 from kamera_cli.patches.pairs import composed_offer, gain_of
 from kamera_cli.results import Placed, WindowEntry, WindowView
+from kamera_cli.trust import AUTO_MAX_KL, Offer, StoredKind, refusal, stored_offer
 from kamera_cli.window import Chain, Conditioned, conditioning, identity_of, ordered
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record
@@ -109,8 +109,7 @@ def offers(find_patch: FindPatch, chunk: Identity, antecedents: Chain) -> tuple[
     for kind in kinds:
         patch = find_patch(chunk, antecedents, kind)
         if patch is not None:
-            offer = Offer((patch.key,), kind, patch.meta["kl"], proven_energy(patch.meta))
-            found.append(StoredOffer(offer, (patch,)))
+            found.append(StoredOffer(stored_offer(patch.key, patch.meta), (patch,)))
     composed = composed_offer(find_patch, chunk, antecedents) if len(antecedents) > 1 else None
     if composed is not None:
         keys = tuple(record.key for record in composed.records)

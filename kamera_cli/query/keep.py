@@ -17,14 +17,14 @@ import torch
 
 from kamera_cli.library import Library, NewPatch
 from kamera_cli.model.generate import next_token_kl
-from kamera_cli.operator.patch import LayerPatch, form
-from kamera_cli.operator.plan import AUTO_MAX_KL, Offer, refusal
-from kamera_cli.operator.ranks import proven_energy
+from kamera_cli.operator.patch import LayerPatch
+from kamera_cli.operator.residual import form
 from kamera_cli.patches.measure import Part, probe_logits
 from kamera_cli.patches.request import PatchOptions
-from kamera_cli.patches.worth import layer_worth
+from kamera_cli.patches.worth import known_worth
 from kamera_cli.query.arrange import Arranged, Found
 from kamera_cli.query.read import Ready
+from kamera_cli.trust import AUTO_MAX_KL, refusal, stored_offer
 from kamera_cli.window import Chain, identity_of
 from kamera_cli.words import format_number
 from kamera_store.errors import DamagedError, MissingRecordError, NoRoomError, ReadOnlyError
@@ -66,7 +66,7 @@ def keep_patches(
     started = time.perf_counter()
     chain = tuple(Identity("chunk", record.key, record.digest) for record in records)
     try:
-        worth = layer_worth(context, None, {})
+        worth = known_worth(context)
         canonical = [library.layers(record) for record in records]
         choices = [_choose(library, chain[:end], max_kl) for end in range(2, len(chain) + 1)]
     except (DamagedError, MissingRecordError) as error:
@@ -113,8 +113,7 @@ def _choose(library: Library, chain: Chain, max_kl: float) -> _Stored | PatchOpt
     record = library.find_patch(chain[-1], chain[:-1], "exact")
     if record is None:
         return PatchOptions()
-    offer = Offer((record.key,), "exact", record.meta["kl"], proven_energy(record.meta))
-    why_not = refusal(offer, "auto", max_kl)
+    why_not = refusal(stored_offer(record.key, record.meta), "auto", max_kl)
     request = record.meta["request"]
     if why_not is None or (why_not == "max_kl" and _is_finest(request)):
         with suppress(DamagedError, MissingRecordError):

@@ -16,8 +16,9 @@ from kamera_cli.bench.forming import Learner, Residual
 from kamera_cli.bench.memory_report import sentence
 from kamera_cli.bench.sizes import Size
 from kamera_cli.engine import Engine
-from kamera_cli.operator.patch import form
+from kamera_cli.operator.patch import FACTOR_DTYPES
 from kamera_cli.operator.ranks import Worth
+from kamera_cli.operator.residual import form
 from kamera_cli.options import parse_budget
 from kamera_cli.patches.request import PatchOptions
 from kamera_cli.settings import Settings
@@ -45,7 +46,6 @@ def test_directions_that_arms_share_give_the_factors_that_forming_gives(
 ) -> None:
     after, alone = arrangement.conditioned[-1], arrangement.canonical[-1]
     worth = known if by_worth else None
-    options = replace(asked, worth=worth)
     kv_bytes = sum(kv.rotary.nbytes + kv.plain.nbytes for kv in alone)
     budget = None if asked.budget is None else parse_budget(asked.budget).of(kv_bytes)
     expected = form(
@@ -53,11 +53,11 @@ def test_directions_that_arms_share_give_the_factors_that_forming_gives(
         alone,
         rank=asked.rank,
         energy=asked.energy,
-        dtype=asked.dtype,
+        dtype=FACTOR_DTYPES[asked.factor_dtype],
         budget_bytes=budget,
         worth=worth,
     )
-    layers, size = Residual(after, alone).patch(options)
+    layers, size = Residual(after, alone).cut(asked, worth)
     for made, wanted in zip(layers, expected, strict=True):
         for name in ("rotary", "plain"):
             ours, theirs = getattr(made, name), getattr(wanted, name)
@@ -94,7 +94,7 @@ def test_a_suites_default_patches_are_the_records_that_compiling_writes(
         worth = Learner().worth(window)
         for place, record in enumerate(records, start=1):
             residual = Residual(window.conditioned[place], window.canonical[place])
-            layers, size = residual.patch(PatchOptions(worth=worth))
+            layers, size = residual.cut(PatchOptions(), worth)
             assert [[patch.rotary.rank, patch.plain.rank] for patch in layers] == record.meta["split"]
             arranged = window.patch(place, "auto", worth=worth)
             assert [(patch.rotary.rank, patch.plain.rank) for patch in arranged] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -11,8 +12,11 @@ from tiny_models import write_noise_image, write_noise_video, write_passage
 
 from kamera_cli.engine import Engine
 from kamera_cli.errors import NotFoundError, UsageError
-from kamera_cli.patches.branches import branches
-from kamera_cli.patches.tree import conditioned, each_conditioned, starts_cold
+from kamera_cli.patches.chunk import read_chunks
+from kamera_cli.patches.form import form_chains
+from kamera_cli.patches.request import PatchOptions
+from kamera_cli.patches.tree import branches, conditioned, each_conditioned, starts_cold
+from kamera_cli.results import WindowEntry
 from kamera_cli.settings import Settings
 from kamera_cli.window import identity_of
 from kamera_store.format.keys import Identity
@@ -43,10 +47,15 @@ def links(engine):
     return [identity_of(entry) for entry in engine.window().entries]
 
 
+def held(engine, chains):
+    """The same chains, of chunks in memory."""
+    chunks = read_chunks(engine.context, [link for chain in chains for link in chain])
+    return [tuple(chunks[link] for link in chain) for chain in chains]
+
+
 def plain(engine, chain):
     """KV of the last chunk out of one cold prefill of the whole chain."""
-    records = [engine.store.find(link, tenant=engine.settings.tenant) for link in chain]
-    segments = [engine.library.segment(record) for record in records]
+    segments = [chunk.segment for chunk in chain]
     return engine.runner.prefill_captured([engine.runner.preamble, *segments])[-1]
 
 
@@ -66,9 +75,9 @@ def test_all_orders_of_four_chunks_hold_what_a_plain_prefill_of_each_gives(name,
         engine.ingest(media_sources(name, tmp_path))
         chunks = links(engine)
         assert len(chunks) == 4
-        chains = [order[:length] for order in permutations(chunks) for length in (1, 2, 3, 4)]
+        chains = held(engine, [order[:size] for order in permutations(chunks) for size in (1, 2, 3, 4)])
         calls = engine.vision_calls
-        found = conditioned(engine.context, chains)
+        found = conditioned(engine.runner, chains)
         assert engine.vision_calls == calls
         assert set(found) == set(chains)
         for chain in set(chains):
@@ -96,7 +105,7 @@ def test_each_node_of_the_tree_is_prefilled_once_and_the_first_chunk_never(engin
     }
     assert engine.runner.preamble_layers
     monkeypatch.setattr(type(engine.runner), "prefill_captured", counted)
-    conditioned(engine.context, [(a, b), (a, b, c), (a, c), (b,)])
+    conditioned(engine.runner, held(engine, [(a, b), (a, b, c), (a, c), (b,)]))
     assert sorted(forwards) == sorted([[spans[b], spans[c]], [spans[c]]])
 
 
@@ -109,7 +118,7 @@ def test_only_the_caches_of_one_path_are_alive(engine, monkeypatch):
         module, "shorten", lambda cache, held: (shorten(cache, held), lengths.append(cache.get_seq_length()))
     )
     a, b, c = links(engine)
-    for _ in each_conditioned(engine.context, [(a, b), (a, c), (b, a), (b, c)]):
+    for _ in each_conditioned(engine.runner, held(engine, [(a, b), (a, c), (b, a), (b, c)])):
         pass
     start = engine.runner.preamble.num_tokens
     counts = [engine.store.find(link, tenant=engine.settings.tenant).meta["num_tokens"] for link in (a, b)]
@@ -150,10 +159,13 @@ def test_a_chain_of_thousands_of_chunks_needs_no_deep_recursion():
 def test_a_purged_chunk_and_a_chain_beyond_the_context_are_named_before_any_forward(engine, monkeypatch):
     a, b, c = links(engine)
     monkeypatch.setattr(type(engine.runner), "prefill_captured", lambda *_: pytest.fail("a forward ran"))
+    gone = WindowEntry(9, "78" * 16, "78" * 32, "gone", 1)
+    view = engine.window()
+    context = engine.context.numbered(replace(view, entries=(*view.entries, gone)))
     with pytest.raises(NotFoundError, match="chunk 9 is no longer in the store"):
-        conditioned(engine.context, [(a, b), (a, identities("x")[0])], {b"x" * 16: 9})
+        form_chains(context, [(a, b), (a, identity_of(gone))], PatchOptions())
     with pytest.raises(UsageError, match="tokens, the context of"):
-        conditioned(engine.context, [(a, b), (a, b, c) * 400])
+        form_chains(context, [(a, b), (a, b, c) * 400], PatchOptions())
 
 
 def test_a_prefill_starts_from_the_store_while_that_saves_more_than_its_attention_costs():

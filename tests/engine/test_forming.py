@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from engine_setups import write_sources
-from test_conditioned import links, media_sources
+from test_conditioned import held, links, media_sources
 from tiny_backbones import BACKBONES, save_backbone
 
 from kamera_cli.engine import Engine
@@ -69,7 +69,7 @@ def test_the_kl_of_every_patch_of_a_tree_is_what_the_plain_way_measures(name, tm
         engine.ingest(media_sources(name, tmp_path))
         chains = chains_of(engine)
         options = PatchOptions(rank=4, probe=QUESTION)
-        formed, _ = form_chains(engine.context, chains, options, {})
+        formed, _ = form_chains(engine.context, chains, options)
         probe = engine.runner.question_ids(QUESTION)
         for chain, patch in zip(chains, formed, strict=True):
             kl, kl_blind = plain_kl(engine, chain, probe)
@@ -116,22 +116,22 @@ def test_forming_twice_gives_the_same_bytes(engine):
             [layer.rotary.u.tolist() for layer in engine.library.patch_layers(patch)] for patch in patches
         ]
 
-    form_chains(engine.context, chains, PatchOptions(rank=3), {})
+    form_chains(engine.context, chains, PatchOptions(rank=3))
     first = digests()
-    form_chains(engine.context, chains, PatchOptions(rank=2), {})
+    form_chains(engine.context, chains, PatchOptions(rank=2))
     engine.compile_patches(rank="auto")
-    form_chains(engine.context, chains, PatchOptions(rank=3), {})
+    form_chains(engine.context, chains, PatchOptions(rank=3))
     assert digests() == first
 
 
 def test_the_cost_in_prefills_is_told_where_a_prefill_was_timed_and_only_there(engine):
     a, b, c = links(engine)
-    _, untimed = form_chains(engine.context, [(a, b)], PatchOptions(), {})
+    _, untimed = form_chains(engine.context, [(a, b)], PatchOptions())
     assert untimed.form_ratio is None and untimed.prefill_ms > 0 and untimed.measure_ms > 0
-    _, timed = form_chains(engine.context, [(a, c), (a, c, b)], PatchOptions(time_prefill=True), {})
+    _, timed = form_chains(engine.context, [(a, c), (a, c, b)], PatchOptions(time_prefill=True))
     assert timed.form_ratio == timed.forming_ms / timed.plain_ms
     assert timed.forming_ms >= timed.prefill_ms
-    _, found = form_chains(engine.context, [(a, b)], PatchOptions(time_prefill=True), {})
+    _, found = form_chains(engine.context, [(a, b)], PatchOptions(time_prefill=True))
     assert found.form_ratio is None and found.prefill_ms == 0.0 and found.measure_ms == 0.0
 
 
@@ -139,10 +139,11 @@ def test_a_chain_much_longer_than_its_first_chunk_is_prefilled_at_once(engine, m
     import kamera_cli.patches.tree as module
 
     a, b, c = links(engine)
-    warm = module.conditioned(engine, [(a, b, c)])
+    (chain,) = held(engine, [(a, b, c)])
+    warm = module.conditioned(engine.runner, [chain])
     monkeypatch.setattr(module, "COLD_FROM", 0)
-    cold = module.conditioned(engine, [(a, b, c)])
-    _, costs = form_chains(engine.context, [(a, b), (a, b, c)], PatchOptions(), {})
+    cold = module.conditioned(engine.runner, [chain])
+    _, costs = form_chains(engine.context, [(a, b), (a, b, c)], PatchOptions())
     assert costs.plain_ms == costs.prefill_ms and costs.form_ratio > 1
-    for ours, theirs in zip(warm[a, b, c], cold[a, b, c], strict=True):
+    for ours, theirs in zip(warm[chain], cold[chain], strict=True):
         assert torch.allclose(ours.plain, theirs.plain, rtol=1e-4, atol=1e-5)

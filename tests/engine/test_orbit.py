@@ -13,7 +13,6 @@ from tiny_models import write_passage
 
 from kamera_cli.errors import UsageError
 from kamera_cli.patches.report import refused_lines
-from kamera_store.format.keys import Identity
 
 
 @pytest.fixture(params=["qwen3", "deepseek_v3"])
@@ -113,19 +112,3 @@ def test_an_orbit_patch_that_takes_the_place_of_another_says_so(engine):
     }
     again = engine.compile_patches(["1", "2"], kind="orbit", rank=4)
     assert [patch.replaced.rank for patch in again.patches] == [2, 2]
-
-
-@pytest.mark.parametrize("kind", ["orbit", "exact"])
-def test_a_patch_without_its_v_is_a_miss_and_is_formed_again(engine, kind):
-    formed = engine.compile_patches(["1", "2"], kind=kind).patches[-1]
-    store, record = engine.store, engine.store.get(bytes.fromhex(formed.id))
-    halved = [tensor for (name, _), tensor in store.read(record).items() if name.endswith("_u")]
-    store.put(
-        Identity("patch", record.key, record.digest), tenant=record.tenant, unit=record.unit, meta=record.meta,
-        tensors=halved, cost_ms=1.0, replace=True,
-    )  # fmt: skip
-    order = ["1", "2"] if formed.chunk_number == 2 else ["2", "1"]
-    assert engine.explain(chunks=order, reuse="patched").chunks[1].why_not == "no_patch"
-    again = engine.compile_patches(["1", "2"], kind=kind).patches[-1]
-    assert (again.id, again.outcome, again.split) == (formed.id, "formed", formed.split)
-    assert engine.explain(chunks=order, reuse="patched").chunks[1].used == kind

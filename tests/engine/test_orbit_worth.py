@@ -9,7 +9,7 @@ from engine_setups import open_on_cards, write_cards
 from tiny_models import write_passage
 
 from kamera_cli.errors import UsageError
-from kamera_cli.patches.worth import LEAST_FELT, SENSITIVITY, layer_worth
+from kamera_cli.patches.worth import LEAST_FELT, SENSITIVITY, known_worth
 from kamera_cli.settings import DEFAULT_ENERGY
 from kamera_store.kvstore import KVStore
 
@@ -40,7 +40,7 @@ def test_an_orbit_compiled_first_of_all_learns_what_a_layer_is_worth_and_answers
         patch.energy_weighted >= DEFAULT_ENERGY - 5e-4 for patch in result.patches
     )
     assert all(patch.split[0] == (0, 0) for patch in result.patches)
-    weights = layer_worth(cards, None, {}).layers
+    weights = known_worth(cards.context).layers
     likely = max(range(6), key=lambda layer: weights[layer][0])
     assert all(sum(patch.split[likely]) >= sum(patch.split[1]) for patch in result.patches)
     assert sum(patch.patch_bytes for patch in result.patches) < 0.06 * sum(

@@ -20,7 +20,7 @@ from kamera_cli.model.families.mla import MLA
 from kamera_cli.model.inputs import ChunkInputs, joined_tensors
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
-from kamera_cli.operator.patch import form
+from kamera_cli.operator.residual import form
 
 DTYPES = ("fp32", "bf16")
 RELATIVE = {"fp32": 1e-5, "bf16": 2e-2}

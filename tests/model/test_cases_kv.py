@@ -11,7 +11,7 @@ from vision_inputs import clip, picture
 from kamera_cli.errors import RefusedError
 from kamera_cli.model.inputs import ChunkInputs, Segment, joined_tensors
 from kamera_cli.operator.assemble import assemble, joined_positions, place
-from kamera_cli.operator.patch import form
+from kamera_cli.operator.residual import form
 
 DEEPSTACK = ("qwen3_vl", "qwen3_vl_moe")
 

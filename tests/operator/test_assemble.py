@@ -11,7 +11,8 @@ from tiny_models import FAMILIES, passage
 
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator.assemble import assemble, joined_positions, patched_layer, place
-from kamera_cli.operator.patch import Factors, LayerPatch, form
+from kamera_cli.operator.patch import Factors, LayerPatch
+from kamera_cli.operator.residual import form
 
 
 def random_layer(num_tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> LayerKV:

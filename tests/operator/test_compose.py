@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_factors import factorise
 
 from kamera_cli.operator.compose import EXPONENT, GainFit, compose, token_sizes, weights
-from kamera_cli.operator.patch import Factors, LayerPatch, factorise
+from kamera_cli.operator.patch import Factors, LayerPatch
 
 
 def _factors(delta: torch.Tensor, dtype: torch.dtype = torch.float32) -> Factors:

@@ -7,8 +7,8 @@ import torch
 
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.operator.orbit import energy_in_order, mean_kv
-from kamera_cli.operator.patch import form
 from kamera_cli.operator.ranks import Worth
+from kamera_cli.operator.residual import form
 
 
 def layers(seed: int, num_tokens: int = 12) -> list[LayerKV]:

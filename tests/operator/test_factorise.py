@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+from plain_factors import factorise
 
 from kamera_cli.errors import NotFiniteError, UsageError
 from kamera_cli.model.families.family import LayerKV
-from kamera_cli.operator.patch import MAX_AUTO_RANK, add_into, check_rank, factorise, form
+from kamera_cli.operator.patch import MAX_AUTO_RANK, add_into, check_rank
+from kamera_cli.operator.residual import form
 
 SHAPES = [(200, 32), (32, 200), (48, 48), (1, 16), (16, 1), (512, 128), (128, 512)]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_factors import factorise
 
 from kamera_cli.factors import LayerReader, packing_of, tensors_of
 from kamera_cli.hot import tensor_bytes
-from kamera_cli.operator.patch import FACTOR_DTYPES, Factors, LayerPatch, factorise
+from kamera_cli.operator.patch import FACTOR_DTYPES, Factors, LayerPatch
 from kamera_cli.operator.quantise import as_written
 from kamera_store.format.records import Record
 from kamera_store.format.tensors import to_torch

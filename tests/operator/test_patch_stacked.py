@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_factors import truncated
 
 from kamera_cli.model.families.family import LayerKV
-from kamera_cli.operator import patch as module
-from kamera_cli.operator.patch import (
-    FACTOR_DTYPES,
-    MAX_AUTO_RANK,
-    direction_bytes,
-    directions,
-    form,
-    truncated,
-)
+from kamera_cli.operator import residual as module
+from kamera_cli.operator.factorise import OVERSAMPLING, WITHIN, Stack, directions, stacks
+from kamera_cli.operator.patch import FACTOR_DTYPES, MAX_AUTO_RANK, direction_bytes
 from kamera_cli.operator.ranks import Spectrum, Worth, choose
-from kamera_cli.operator.stacked import OVERSAMPLING, WITHIN, Stack, stacks
+from kamera_cli.operator.residual import form
 
 KINDS = {
     "fast": lambda count: 0.5 ** torch.arange(count, dtype=torch.float64),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_factors import factorise
 
-from kamera_cli.operator.patch import FACTOR_DTYPES, direction_bytes, factorise
+from kamera_cli.operator.patch import FACTOR_DTYPES, direction_bytes
 from kamera_cli.operator.quantise import BITS, pack, rounded, row_bytes, unpack
 
 LENGTHS = [1, 2, 3, 4, 5, 6, 7, 23, 130]

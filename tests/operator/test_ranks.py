@@ -15,12 +15,12 @@ from kamera_cli.operator.ranks import (
     Spectrum,
     check_budget,
     choose,
-    proven_energy,
     weighted_energy,
     weights,
     worth,
 )
 from kamera_cli.options import Budget, parse_budget
+from kamera_cli.trust import proven_energy
 
 
 def spectrum(squares, *, size: int = 10, weight: float = 1.0) -> Spectrum:
