@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kamera_cli.errors import NotFoundError
 from kamera_cli.operator.patch import check_rank
+from kamera_cli.options import CompileOptions
 from kamera_cli.patches.form import form_chains
 from kamera_cli.patches.orbit import compile_orbit
 from kamera_cli.patches.pair_forming import compile_pairs
