@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ PACKING = {"bits", "num_tokens", "widths"}
 """Fields that `packing_of` gives; a way of packing with other fields is another kind of factors."""
 
 
-def packing_of(layers: Sequence[LayerPatch]) -> dict | None:
+def packing_of(layers: Sequence[LayerPatch]) -> dict[str, Any] | None:
     """What rows of integers are read with; None for factors that are stored in a dtype of their own."""
     first = layers[0].rotary
     if first.bits is None:
@@ -71,7 +72,7 @@ def tensors_of(names: tuple[str, str], layers: Sequence[LayerPatch]) -> list[Ten
         [None if bits is None else (rows.shape[1], bits) for _, _, rows, bits in wanted]
     ).items():
         packed = pack(torch.cat([written[at] for at in places]), key[1])
-        for at, part in zip(places, packed.split([len(written[at]) for at in places]), strict=True):
+        for at, part in zip(places, torch.split(packed, [len(written[at]) for at in places]), strict=True):
             written[at] = part
     # Integers of V are those of orthonormal rows: nothing in them repeats, so trying to compress them is time lost.
     return [
@@ -141,7 +142,7 @@ class LayerReader:
                 rows[at] = to_torch(tensor, copy=False).to(self.device)
         for (length, bits), places in _grouped(shapes).items():
             packed = joined([held[at] for at in places]).to(self.device)
-            parts = unpack(packed, length, bits).split([held[at].shape[0] for at in places])
+            parts = torch.split(unpack(packed, length, bits), [held[at].shape[0] for at in places])
             for at, part in zip(places, parts, strict=True):
                 rows[at] = part.clone() if self.apart else part
         return rows

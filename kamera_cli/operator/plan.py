@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kamera_cli.options import Reuse
 from kamera_cli.results import Used
 from kamera_cli.trust import (
     AUTO_MAX_KL,
     AUTO_MIN_ENERGY,
     Offer,
     PatchKind,
-    Reuse,
     WhyNot,
     refusal,
 )
@@ -22,7 +22,6 @@ __all__ = [
     "Offer",
     "PatchKind",
     "Plan",
-    "Reuse",
     "Wanted",
     "plan",
     "refusal",

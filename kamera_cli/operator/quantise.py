@@ -38,7 +38,7 @@ def pack(rows: torch.Tensor, bits: int) -> torch.Tensor:
     num_words = -(-rows.shape[1] // each)
     held = torch.zeros(rows.shape[0], num_words * each, dtype=torch.int32)
     held[:, : rows.shape[1]] = numbers.to(torch.int32) + (1 << (bits - 1))
-    words = (held.unflatten(1, (num_words, each)) << _shifts(bits)).sum(-1, dtype=torch.int32)
+    words = (held.view(-1, num_words, each) << _shifts(bits)).sum(-1, dtype=torch.int32)
     split = ((words[..., None] >> _BYTES) & 0xFF).to(torch.uint8).flatten(1)
     return torch.cat([scale[:, None].view(torch.uint8), split], dim=1)
 
@@ -53,7 +53,7 @@ def unpack(packed: torch.Tensor, length: int, bits: int) -> torch.Tensor:
     scale = packed[:, :4].flatten().clone().view(torch.float32)[:, None]
     if bits == 8:  # bytes of a word are its integers in order
         return (packed[:, 4 : 4 + length].to(torch.float32) - 128) * scale
-    parts = packed[:, 4:].unflatten(1, (-1, 3)).to(torch.int32)
+    parts = packed[:, 4:].reshape(len(packed), (packed.shape[1] - 4) // 3, 3).to(torch.int32)
     words = (parts << _BYTES.to(packed.device)).sum(-1, dtype=torch.int32)
     held = (words[..., None] >> _shifts(bits).to(packed.device)) & ((1 << bits) - 1)
     return (held.flatten(1)[:, :length] - (1 << (bits - 1))) * scale

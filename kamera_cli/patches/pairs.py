@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kamera_cli.results import ComposedBound
 from kamera_cli.trust import proven_energy
@@ -90,7 +90,9 @@ def bound_of(pairs: Sequence[Record]) -> ComposedBound | None:
     return min(found, key=lambda bound: bound.kl, default=None)
 
 
-def with_calibration(meta: Mapping, chunks: Sequence[str], bounds: Sequence[ComposedBound]) -> dict:
+def with_calibration(
+    meta: Mapping[str, Any], chunks: Sequence[str], bounds: Sequence[ComposedBound]
+) -> dict[str, Any]:
     """A pair's meta with the calibration of a set of chunks in front of what it had.
 
     Parameters

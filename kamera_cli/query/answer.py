@@ -19,7 +19,8 @@ from kamera_cli.query.compare import compare
 from kamera_cli.query.keep import keep_patches, keep_worst
 from kamera_cli.query.read import Reading, Ready, read_and_assemble
 from kamera_cli.query.receipt import receipts_of, remembered, warnings_of
-from kamera_cli.results import QueryResult, Stages, WhyNot
+from kamera_cli.results import QueryResult, Stages
+from kamera_cli.trust import WhyNot
 from kamera_cli.window import load_window, ordered, reconditioned, update_window
 from kamera_cli.words import advice, chunks_words, compile_command, misses_words
 from kamera_store.errors import DamagedError, MissingRecordError
