@@ -32,7 +32,7 @@ LAYERS = (
 MAY_IMPORT = {
     "__main__": {"app"},
     "app": {"__init__", "commands", "output"},
-    "commands": {"commands", "engine", "bench", "window", "model", "output"},
+    "commands": {"commands", "engine", "bench", "window", "model", "operator", "output"},
     "output": {"output"},
 }
 """Parts that may import these and the foundation, and nothing else of kamera_cli."""

@@ -9,6 +9,7 @@ import typer
 
 from kamera_cli.commands.session import Session, WindowOption, command
 from kamera_cli.errors import NotFoundError, UsageError
+from kamera_cli.operator.ranks import proven_energy
 from kamera_cli.words import brief_numbers, display, format_bytes, in_ms, short_id, table
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def split(patch: Record) -> dict[str, object]:
         "energy": meta["energy"],
         "energy_weighted": meta.get("energy_weighted"),
         "energy_in_orders": meta.get("energy_in_orders"),
+        "proven_energy": proven_energy(meta),
         "kl": meta.get("kl"),
         "bits": (meta.get("factors") or {}).get("bits"),
         "raw_bytes": patch.raw_bytes,
@@ -213,7 +215,7 @@ def split_view(found: Sequence[dict], numbers: Mapping[str, int] | None = None) 
                 patch["kind"],
                 _after(patch, known),
                 *((_runs(patch["ranks"]),) if wide else _columns(patch["ranks"], num_layers)),
-                f"{100 * _proven(patch):.1f} %",
+                f"{100 * patch['proven_energy']:.1f} %",
                 format_bytes(patch["stored_bytes"]),
             )
             for patch in found
@@ -221,19 +223,14 @@ def split_view(found: Sequence[dict], numbers: Mapping[str, int] | None = None) 
     )
     yield (
         "ranks by layer, of what RoPE turns and of what it does not; energy: weighted by what each layer is "
-        "worth to the output where that was measured, of the worst layer otherwise"
+        "worth to the output where that was measured, of the worst layer otherwise; of an orbit patch what it holds "
+        "in the worst order that was measured, where that is less"
     )
 
 
 def _after(patch: Mapping, numbers: Mapping[str, int]) -> str:
     after = [numbers.get(chunk, 0) for chunk in patch["antecedents"]]
     return brief_numbers(sorted(after) if patch["kind"] == "orbit" else after)
-
-
-def _proven(patch: Mapping) -> float:
-    """The energy by which the plan trusts a patch (`kamera_cli.operator.ranks.proven_energy`)."""
-    weighted = patch["energy_weighted"]
-    return min(patch["energy"], default=1.0) if weighted is None else weighted
 
 
 def _columns(ranks: Sequence[Sequence[int]], count: int) -> list[str]:
