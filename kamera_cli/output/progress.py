@@ -53,7 +53,9 @@ class Bars:
         if task is None:
             while len(self._tasks) >= MAX_BARS:
                 self.progress.remove_task(self._tasks.pop(next(iter(self._tasks))))
-            task = self.progress.add_task(shortened(display(step.what)), total=step.total, unit=step.unit, detail=detail)
+            task = self.progress.add_task(
+                shortened(display(step.what)), total=step.total, unit=step.unit, detail=detail
+            )
             self._tasks[step.what] = task
         self.progress.update(task, completed=step.done, total=step.total, unit=step.unit, detail=detail)
 
