@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import measured_tables
@@ -17,6 +18,7 @@ from kamera_cli.model.checkpoint import open_checkpoint
 from kamera_cli.model.loading import load
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.model.self_test import self_test
+from kamera_store.base import Store
 
 ROOT = Path(__file__).resolve().parents[1]
 NEW = "granite"
@@ -51,3 +53,8 @@ def test_every_bench_suite_is_listed_recorded_and_shown() -> None:
     for name in SUITES:
         assert callable(importlib.import_module(f"kamera_cli.bench.{name}").measure), name
     assert set(SUITES) == set(measured_tables.KEPT) == set(measured_tables.SHOWN)
+
+
+def test_a_store_backend_implements_the_verbs_that_the_recipe_lists() -> None:
+    listed = set(re.findall(r"`([a-z_]+)`", recipe("A store backend").split("What follows")[0]))
+    assert listed == set(Store.__abstractmethods__)

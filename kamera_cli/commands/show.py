@@ -126,6 +126,7 @@ def split(patch: Record) -> dict[str, object]:
         "energy": meta["energy"],
         "energy_weighted": meta.get("energy_weighted"),
         "energy_in_orders": meta.get("energy_in_orders"),
+        "proven_energy": proven_energy(meta),
         "kl": meta.get("kl"),
         "bits": (meta.get("factors") or {}).get("bits"),
         "raw_bytes": patch.raw_bytes,
@@ -214,7 +215,7 @@ def split_view(found: Sequence[dict], numbers: Mapping[str, int] | None = None) 
                 patch["kind"],
                 _after(patch, known),
                 *((_runs(patch["ranks"]),) if wide else _columns(patch["ranks"], num_layers)),
-                f"{100 * proven_energy(patch):.1f} %",
+                f"{100 * patch['proven_energy']:.1f} %",
                 format_bytes(patch["stored_bytes"]),
             )
             for patch in found
@@ -222,7 +223,8 @@ def split_view(found: Sequence[dict], numbers: Mapping[str, int] | None = None) 
     )
     yield (
         "ranks by layer, of what RoPE turns and of what it does not; energy: weighted by what each layer is "
-        "worth to the output where that was measured, of the worst layer otherwise; of an orbit in its worst order"
+        "worth to the output where that was measured, of the worst layer otherwise; of an orbit patch what it holds "
+        "in the worst order that was measured, where that is less"
     )
 
 

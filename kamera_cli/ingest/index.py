@@ -19,13 +19,13 @@ def identity_of_source(context: Context, content_sha256: str, options: IngestOpt
     """Key of a source: its bytes, the model, and whatever else decides its chunks."""
     return source_identity(
         content_sha256=content_sha256,
-        parameters=_parameters(context, options),
+        parameters=parameters(context, options),
         fingerprint=context.fingerprint,
         tenant=context.tenant,
     )
 
 
-def _parameters(context: Context, options: IngestOptions) -> dict[str, Any]:
+def parameters(context: Context, options: IngestOptions) -> dict[str, Any]:
     """What, besides the file's bytes and the model fingerprint, decides the chunks of a source."""
     return {
         "fps": float(options.fps),
@@ -84,7 +84,7 @@ def enter_source(
         "sha256": content_sha256,
         "notes": list(notes),
         "chunks": [{"key": record.id, "digest": record.digest.hex()} for record in records],
-        "parameters": _parameters(context, options),
+        "parameters": parameters(context, options),
         "fingerprint": context.fingerprint,
     }
     context.store.put(

@@ -148,11 +148,6 @@ class MediaChunk:
         Video: the span that its samples stand for, relative to the first displayed frame; half-open.
     frames : np.ndarray or None
         uint8 RGB, upright and C-contiguous: (N, H, W, 3) for video, (H, W, 3) for an image.
-    frame_times_s : tuple of float
-        Video: for each of the N frames the presentation time of the frame that serves it.
-    repeats : tuple of bool
-        Video: for each of the N frames whether it shows again what the sample before it showed, because no
-        other frame was nearer or to fill up `Sampling.frame_multiple`.
     fps : float or None
         Video: the rate that the N frames stand at, to be handed on to the processor.
     text : str or None
@@ -164,7 +159,5 @@ class MediaChunk:
     start_s: float | None = None
     end_s: float | None = None
     frames: np.ndarray | None = None
-    frame_times_s: tuple[float, ...] = ()
-    repeats: tuple[bool, ...] = ()
     fps: float | None = None
     text: str | None = None

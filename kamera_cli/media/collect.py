@@ -23,11 +23,10 @@ _INITIAL_FRAMES = 64
 class Collector:
     """Gathers samples into chunks; converts a frame once, and only where a wanted sample shows it."""
 
-    def __init__(self, path: str, name: str, sampling: Sampling, start: int) -> None:
+    def __init__(self, path: str, name: str, sampling: Sampling) -> None:
         self.timeline = Timeline(sampling.rate)
         self._path, self._name, self._sampling = path, name, sampling
         self._chunk = 0
-        self._start = start
         self._sample = 0
         self._converter: RgbConverter | None = None
         self._begin_chunk()
@@ -35,44 +34,39 @@ class Collector:
     def _begin_chunk(self) -> None:
         self._end = self._sampling.first_sample(self._chunk + 1)
         self._buffer: np.ndarray | None = None
-        self._times: list[float] = []
-        self._repeats: list[bool] = []
+        self._count = 0
 
     def show(self, frame: av.VideoFrame, time_s: Fraction, end: int) -> Iterator[MediaChunk]:
         """Let a frame serve the samples up to `end`; yield each chunk that this completes."""
         pixels = None
         if self._converter is None:
             self._converter = RgbConverter(frame.width, frame.height, orientation_of(frame))
-        first = self._sample
         while self._sample < end:
-            if self._chunk >= self._start:
-                if pixels is None:
-                    pixels = self._converted(frame, time_s)
-                self._append(pixels, float(time_s), self._sample > first)
+            if pixels is None:
+                pixels = self._converted(self._converter, frame, time_s)
+            self._append(pixels)
             self._sample += 1
             if self._sample == self._end:
                 yield from self.flush()
 
-    def _converted(self, frame: av.VideoFrame, time_s: Fraction) -> np.ndarray:
+    def _converted(self, convert: RgbConverter, frame: av.VideoFrame, time_s: Fraction) -> np.ndarray:
         problem = unreadable_colour(frame)
         if not problem:
             try:
-                return self._converter(frame)
+                return convert(frame)
             except av.FFmpegError as error:
                 problem = reason_of(error)
         raise MediaError(self._path, f"the frame at {float(time_s):.2f} s cannot be converted: {problem}")
 
-    def _append(self, pixels: np.ndarray, time_s: float, repeat: bool) -> None:
-        count = len(self._times)
-        if self._buffer is None or count == len(self._buffer):
-            self._grow(pixels)
-        self._buffer[count] = pixels
-        self._times.append(time_s)
-        self._repeats.append(repeat)
+    def _append(self, pixels: np.ndarray) -> None:
+        if self._buffer is None or self._count == len(self._buffer):
+            self._buffer = self._grown(pixels)
+        self._buffer[self._count] = pixels
+        self._count += 1
 
-    def _grow(self, pixels: np.ndarray) -> None:
+    def _grown(self, pixels: np.ndarray) -> np.ndarray:
         wanted = self._filled(self._end - self._sampling.first_sample(self._chunk))
-        have = 0 if self._buffer is None else len(self._buffer)
+        have = self._count
         size = min(wanted, max(_INITIAL_FRAMES, 2 * have))
         if size * pixels.nbytes > MAX_CHUNK_BYTES:
             raise MediaError(
@@ -82,9 +76,9 @@ class Collector:
                 "ask for shorter chunks or a lower rate",
             )
         larger = np.empty((size, *pixels.shape), np.uint8)
-        if have:
+        if self._buffer is not None:
             larger[:have] = self._buffer
-        self._buffer = larger
+        return larger
 
     def _filled(self, count: int) -> int:
         multiple = self._sampling.frame_multiple
@@ -92,10 +86,10 @@ class Collector:
 
     def flush(self) -> Iterator[MediaChunk]:
         """Yield the samples gathered so far as a chunk, if there are any, and begin the next one."""
-        count = len(self._times)
-        if count:
+        count = self._count
+        if self._buffer is not None:
             for _ in range(self._filled(count) - count):
-                self._append(self._buffer[count - 1], self._times[-1], True)
+                self._append(self._buffer[count - 1])
             first = self._sampling.first_sample(self._chunk)
             yield MediaChunk(
                 kind="video",
@@ -103,9 +97,7 @@ class Collector:
                 name=f"{self._name}#{self._chunk}",
                 start_s=float(first / self._sampling.rate),
                 end_s=float((first + count) / self._sampling.rate),
-                frames=self._buffer[: len(self._times)],
-                frame_times_s=tuple(self._times),
-                repeats=tuple(self._repeats),
+                frames=self._buffer[: self._count],
                 fps=float(self._sampling.fps),
             )
         self._chunk += 1

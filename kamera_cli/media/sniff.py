@@ -31,7 +31,7 @@ _AV_STARTS = (
     b"\xff\xf3",
     b"\xff\xf2",
 )
-_RIFF_FORMS = {b"WEBP": "image", b"AVI ": "video", b"WAVE": "video"}
+_RIFF_FORMS: dict[bytes, Content] = {b"WEBP": "image", b"AVI ": "video", b"WAVE": "video"}
 _TS_PACKET_BYTES = 188
 
 MEDIA_SUFFIXES = frozenset(

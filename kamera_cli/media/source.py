@@ -1,21 +1,18 @@
-"""Open a file of any kind: what it is, and its chunks."""
+"""Open a file of any kind: what it is, and its chunks. A decoder is imported by the first file that needs it."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from fractions import Fraction
 
 from .chunk import Kind, MediaChunk, Sampling, SourceInfo
 from .errors import MediaError, SamplingError, printable
 from .files import opened_file
-from .image import inspect_image, read_image
-from .rules import IMAGE_RULES, PIXEL_RULES, SAMPLING_RULES, TEXT_RULES
 from .sniff import HEAD_BYTES, MEDIA_SUFFIXES, content_of, declared_bytes
 from .text import read_text
 from .timeline import num_samples
-from .video import inspect_video, video_chunks
 
 __all__ = [
     "Kind",
@@ -27,7 +24,6 @@ __all__ = [
     "chunks",
     "inspect",
     "num_chunks",
-    "parameters",
     "printable",
 ]
 
@@ -59,8 +55,12 @@ def inspect(path: str | bytes | os.PathLike) -> SourceInfo:
         content_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         file.seek(0)
         if kind == "video":
+            from .video import inspect_video
+
             found = inspect_video(os.fsdecode(path), file, status.st_size, declared_bytes(head))
         elif kind == "image":
+            from .image import inspect_image
+
             found = inspect_image(os.fsdecode(path), file)
         else:
             read_text(os.fsdecode(path), file)
@@ -76,9 +76,7 @@ def inspect(path: str | bytes | os.PathLike) -> SourceInfo:
     )
 
 
-def chunks(
-    path: str | bytes | os.PathLike, info: SourceInfo, sampling: Sampling, start: int = 0
-) -> Iterator[MediaChunk]:
+def chunks(path: str | bytes | os.PathLike, info: SourceInfo, sampling: Sampling) -> Iterator[MediaChunk]:
     """Yield the chunks of a file, one at a time.
 
     Parameters
@@ -89,8 +87,6 @@ def chunks(
         From `inspect`.
     sampling : Sampling
         Of use for video only; an image and a text are one chunk each.
-    start : int
-        Index of the first chunk wanted, to go on with an interrupted run.
 
     Yields
     ------
@@ -100,24 +96,20 @@ def chunks(
     ------
     MediaError
         If the file changed since `inspect` or is damaged; chunks that were readable have been yielded before.
-    ValueError
-        If `start` is negative.
     """
-    if start < 0:
-        raise ValueError(f"start is {start}, expected 0 or more")
-    return _chunks(path, info, sampling, start)
-
-
-def _chunks(path, info: SourceInfo, sampling: Sampling, start: int) -> Iterator[MediaChunk]:
     shown = os.fsdecode(path)
     name = printable(os.path.basename(os.path.abspath(shown)))
     with opened_file(path) as (file, status):
         _refuse_changed(path, info, status)
         if info.kind == "video":
-            yield from video_chunks(shown, name, file, info, sampling, start)
-        elif start == 0 and info.kind == "image":
+            from .video import video_chunks
+
+            yield from video_chunks(shown, name, file, info, sampling)
+        elif info.kind == "image":
+            from .image import read_image
+
             yield MediaChunk("image", 0, name, frames=read_image(shown, file))
-        elif start == 0:
+        else:
             yield MediaChunk("text", 0, name, text=read_text(shown, file))
         _refuse_changed(path, info, os.fstat(file.fileno()))
 
@@ -129,35 +121,6 @@ def num_chunks(info: SourceInfo, sampling: Sampling) -> int:
     last = num_samples(Fraction(info.duration_s or 0.0).limit_denominator(1_000_000), sampling.rate) - 1
     chunk = int(last / sampling.rate / sampling.chunk_length)
     return chunk + 1
-
-
-def parameters(sampling: Sampling, info: SourceInfo) -> Mapping[str, str | int | float]:
-    """Return what, besides the file's bytes, settles the chunks: the fields for a source index key.
-
-    Parameters
-    ----------
-    sampling : Sampling
-    info : SourceInfo
-
-    Returns
-    -------
-    mapping
-        Kind, decoder with its version, and the rules by name; for video also stream, rate, chunk length and
-        frame multiple; for text the chunk length in tokens.
-    """
-    common = {"kind": info.kind, "decoder": info.decoder}
-    if info.kind == "video":
-        return common | {
-            "codec": info.codec,
-            "stream_index": info.stream_index,
-            "fps": float(sampling.fps),
-            "chunk_seconds": float(sampling.chunk_seconds),
-            "frame_multiple": int(sampling.frame_multiple),
-            "rules": f"{SAMPLING_RULES} {PIXEL_RULES}",
-        }
-    if info.kind == "image":
-        return common | {"rules": IMAGE_RULES}
-    return common | {"chunk_tokens": int(sampling.chunk_tokens), "rules": TEXT_RULES}
 
 
 def _refuse_changed(path, info: SourceInfo, status: os.stat_result) -> None:

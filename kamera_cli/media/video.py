@@ -146,7 +146,7 @@ def _frame_notes(frame: av.VideoFrame, stream: av.VideoStream) -> tuple[str, ...
 
 
 def video_chunks(
-    path: str, name: str, file: BinaryIO, info: SourceInfo, sampling: Sampling, start: int
+    path: str, name: str, file: BinaryIO, info: SourceInfo, sampling: Sampling
 ) -> Iterator[MediaChunk]:
     """Decode a video once, in order, and yield its chunks.
 
@@ -162,8 +162,6 @@ def video_chunks(
     info : SourceInfo
         From `inspect_video`.
     sampling : Sampling
-    start : int
-        Chunks before this one are decoded but neither converted nor yielded.
 
     Yields
     ------
@@ -179,7 +177,7 @@ def video_chunks(
         stream, _ = choose_stream(path, container)
         if stream.index != info.stream_index:
             raise MediaError(path, f"stream {info.stream_index} was inspected, now it is {stream.index}")
-        collector = Collector(path, name, sampling, start)
+        collector = Collector(path, name, sampling)
         held, held_s, interval, failure = None, Fraction(0), frame_interval(stream), None
         for item in timed_frames(path, container, stream):
             if isinstance(item, MediaError):

@@ -25,7 +25,7 @@ class Architecture:
     name : str
         What its makers call it.
     family : {"GQA/MHA", "MLA"}
-        Which tensors are stored, rotated and patched (design §2).
+        Which tensors are stored, rotated and patched (`docs/architecture.md`, "The operator").
     media : tuple of {"video", "image", "text"}
         What can be ingested.
     verified : tuple of str

@@ -235,7 +235,7 @@ def weights_digest(
 
 
 def fingerprint(checkpoint: Checkpoint, contents: Contents, *, positions: str, dtype: str) -> str:
-    """Model fingerprint (design §3): hex SHA-256 over everything that shapes the KV of a given model input.
+    """Model fingerprint (`docs/architecture.md`, "Identity"): SHA-256, hex, over all that shapes the KV of an input.
 
     Parameters
     ----------

@@ -6,6 +6,7 @@ Pure functions from parsed JSON to a refusal; every function returns None or rai
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from kamera_cli.errors import RefusedError
 
@@ -166,9 +167,9 @@ def refuse_layers(config: Mapping, text: Mapping) -> None:
         for kind in sorted(set(layers or ()) - {"full_attention"}):
             reason = _LAYER_KINDS.get(kind, "every layer must be 'full_attention'")
             raise RefusedError(f"layer kind {kind!r} of {model_type!r} is not supported: {reason}")
-        reason = _kind_by_field(part)
-        if reason:
-            raise RefusedError(f"architecture {model_type!r} is refused: {reason}")
+        refused = _kind_by_field(part)
+        if refused:
+            raise RefusedError(f"architecture {model_type!r} is refused: {refused}")
 
 
 def refuse_rope(text: Mapping, accepted: tuple[str, ...], layout: str) -> None:
@@ -237,9 +238,8 @@ def refuse_contradictions(text: Mapping, family: str) -> None:
     """Refuse sizes of the wrong kind and sizes that cannot hold together."""
     for name in (*_SIZES, *_OPTIONAL_SIZES):
         value = text.get(name)
-        if name not in text or (value is None and name in _OPTIONAL_SIZES):
-            continue
-        if not _is_size(value, 1):
+        may_lack = name not in text or (value is None and name in _OPTIONAL_SIZES)
+        if not may_lack and not _is_size(value, 1):
             raise RefusedError(f"config.json: {name} is {value!r} where a whole number above 0 belongs")
     heads, groups = text.get("num_attention_heads"), text.get("num_key_value_heads")
     if heads and groups and heads % groups:
@@ -247,24 +247,31 @@ def refuse_contradictions(text: Mapping, family: str) -> None:
             f"config.json contradicts itself: num_attention_heads {heads} is no multiple of num_key_value_heads "
             f"{groups}"
         )
-    if family == "MLA":
-        for name in _LATENT_SIZES:
-            if not _is_size(text.get(name), 1):
-                raise RefusedError(
-                    f"config.json contradicts itself: a model with latent attention needs {name}, which is "
-                    f"{text.get(name)!r}"
-                )
-        width, name = text["qk_rope_head_dim"], "qk_rope_head_dim"
-    else:
-        hidden = text.get("hidden_size")
-        if hidden and heads and head_dim(text) and not text.get("head_dim") and hidden % heads:
-            raise RefusedError(
-                f"config.json contradicts itself: hidden_size {hidden} is no multiple of num_attention_heads "
-                f"{heads}, and there is no head_dim"
-            )
-        width, name = head_dim(text), "head_dim"
+    width, name = _latent_width(text) if family == "MLA" else _head_width(text)
     if width and width % 2:
         raise RefusedError(f"config.json contradicts itself: {name} {width} is odd, RoPE turns pairs")
+
+
+def _latent_width(text: Mapping) -> tuple[int, str]:
+    """Width of what RoPE turns in latent attention, and the field that says it; all its sizes have to be there."""
+    for name in _LATENT_SIZES:
+        if not _is_size(text.get(name), 1):
+            raise RefusedError(
+                f"config.json contradicts itself: a model with latent attention needs {name}, which is "
+                f"{text.get(name)!r}"
+            )
+    return text["qk_rope_head_dim"], "qk_rope_head_dim"
+
+
+def _head_width(text: Mapping) -> tuple[int | None, str]:
+    """Width of a head, and the field that says it; without that field heads share the hidden size evenly."""
+    hidden, heads, width = text.get("hidden_size"), text.get("num_attention_heads"), head_dim(text)
+    if hidden and heads and width and not text.get("head_dim") and hidden % heads:
+        raise RefusedError(
+            f"config.json contradicts itself: hidden_size {hidden} is no multiple of num_attention_heads "
+            f"{heads}, and there is no head_dim"
+        )
+    return width, "head_dim"
 
 
 def head_dim(text: Mapping) -> int | None:
@@ -276,15 +283,15 @@ def head_dim(text: Mapping) -> int | None:
     return hidden // heads if not own and _is_size(hidden, 1) and _is_size(heads, 1) else None
 
 
-def _is_list(value: object) -> bool:
+def _is_list(value: object) -> TypeGuard[list | tuple]:
     return isinstance(value, (list, tuple))
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_size(value: object, least: int) -> bool:
+def _is_size(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

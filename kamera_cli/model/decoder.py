@@ -1,7 +1,7 @@
 """Forwards of the language model alone, from embeddings, with explicit positions and a full mask.
 
-Nothing is left to state on the model object (design §2, "Positions"): Qwen-VL models remember the last rope delta, and
-a mask that covers only the new tokens is accepted without an error.
+Nothing is left to state on the model object (`docs/architecture.md`, "Positions"): Qwen-VL models remember the last
+rope delta, and a mask that covers only the new tokens is accepted without an error.
 """
 
 from __future__ import annotations

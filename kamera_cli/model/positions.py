@@ -1,4 +1,4 @@
-"""Position ids of chunks, as the installed model's own index function gives them (design §2, "Positions")."""
+"""Position ids of chunks, as the installed model's own index function gives them (see `docs/architecture.md`)."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def encode(self, chunk: ChunkInputs) -> EncodedChunk:
-        """One forward over [preamble, chunk] from model inputs: embeddings and canonical KV of the chunk (design §2).
+        """One forward over [preamble, chunk] from model inputs: embeddings and canonical KV of the chunk.
 
         The vision tower runs here, and again only when a comparison asks for a full re-encode.
         """

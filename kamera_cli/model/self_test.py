@@ -1,4 +1,4 @@
-"""Self-test of a loaded checkpoint against its own cache and its own cold prefill (design §2; paper, "The operator").
+"""Self-test of a loaded checkpoint against its own cache and its own cold prefill (paper, "The operator").
 
 It runs once per fingerprint before the first write, since a wrong capture point gives fluent nonsense and no error.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
@@ -37,7 +37,7 @@ class Bars:
             transient=True,
             redirect_stdout=False,
         )
-        self._tasks: dict[str, int] = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
         self.progress.start()
@@ -48,14 +48,16 @@ class Bars:
 
     def __call__(self, step: Progress) -> None:
         """Draw a step: a new bar for a new ``what``, of which the latest few stay."""
-        fields = {"unit": step.unit, "detail": display(step.detail)}
+        detail = display(step.detail)
         task = self._tasks.get(step.what)
         if task is None:
             while len(self._tasks) >= MAX_BARS:
                 self.progress.remove_task(self._tasks.pop(next(iter(self._tasks))))
-            task = self.progress.add_task(shortened(display(step.what)), total=step.total, **fields)
+            task = self.progress.add_task(
+                shortened(display(step.what)), total=step.total, unit=step.unit, detail=detail
+            )
             self._tasks[step.what] = task
-        self.progress.update(task, completed=step.done, total=step.total, **fields)
+        self.progress.update(task, completed=step.done, total=step.total, unit=step.unit, detail=detail)
 
 
 def shortened(label: str) -> str:

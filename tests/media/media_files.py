@@ -6,9 +6,13 @@ import struct
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import av
 import numpy as np
+
+from kamera_cli.ingest.index import parameters
+from kamera_cli.options import IngestOptions
 
 WIDTH, HEIGHT, RATE = 64, 48, 10
 
@@ -20,6 +24,12 @@ _DISPLAY_MATRICES = {
     "transpose": (0, 65536, 0, 65536, 0, 0, 0, 0, 1 << 30),
     "crooked": (46341, 46341, 0, -46341, 46341, 0, 0, 0, 1 << 30),
 }
+
+
+def source_parameters(**options: object) -> dict[str, object]:
+    """What the source index keeps of an ingest with these options, besides the file's bytes."""
+    context = SimpleNamespace(contents=SimpleNamespace(processor=""))
+    return parameters(context, IngestOptions(**options))
 
 
 def picture(number: int, width: int = WIDTH, height: int = HEIGHT) -> np.ndarray:

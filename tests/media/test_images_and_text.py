@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from media_files import source_parameters
 from PIL import Image
 
-from kamera_cli.media.source import MediaError, Sampling, chunks, inspect, num_chunks, parameters
+from kamera_cli.media.source import MediaError, Sampling, chunks, inspect, num_chunks
 
 
 def read(path: Path):
@@ -184,7 +185,7 @@ def test_text_is_one_chunk_without_its_byte_order_mark(tmp_path: Path):
         "naïve\r\n日本\n",
         None,
     )
-    assert parameters(Sampling(chunk_tokens=64), inspect(path)) != parameters(Sampling(), inspect(path))
+    assert source_parameters(chunk_tokens=64) != source_parameters()
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+from media_files import source_parameters
 
 from kamera_cli.media.errors import MediaError
 from kamera_cli.media.files import content_sha256
 from kamera_cli.media.pixels import Orientation, RgbConverter
-from kamera_cli.media.rules import PIXEL_RULES, RULES, decoder_versions
-from kamera_cli.media.source import Sampling, inspect, parameters
+from kamera_cli.media.rules import IMAGE_RULES, PIXEL_RULES, SAMPLING_RULES, TEXT_RULES, decoder_versions
 
 
 def test_names_and_hashes_load_no_decoder():
@@ -29,11 +29,10 @@ def test_names_and_hashes_load_no_decoder():
     assert decoder_versions().startswith(f"av {av.__version__} pillow ")
 
 
-def test_each_kind_names_its_rules(tmp_path: Path, clip: Path):
-    (tmp_path / "a.txt").write_text("text")
-    for path in (clip, tmp_path / "a.txt"):
-        found = parameters(Sampling(), inspect(path))
-        assert found["rules"] and set(found["rules"].split()) <= set(RULES.split())
+def test_the_source_key_names_every_rule_and_decoder():
+    found = source_parameters()
+    assert set(found["rules"].split()) == {SAMPLING_RULES, PIXEL_RULES, IMAGE_RULES, TEXT_RULES}
+    assert found["decoders"] == decoder_versions()
 
 
 @pytest.mark.skipif(

@@ -1,7 +1,8 @@
 """The one interface of all attention families: what is captured, what is rotated, how it goes back into the cache.
 
 Every family keeps two position-free tensors per layer: one that RoPE turns and one that is carried as it is. Everything
-above this module (patches, assembly, store) treats the two alike and never asks for the family (design §2).
+above this module (patches, assembly, store) treats the two alike and never asks for the family; see
+`docs/architecture.md`, "The operator".
 """
 
 from __future__ import annotations

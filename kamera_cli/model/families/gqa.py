@@ -1,4 +1,4 @@
-"""GQA, MQA and MHA: whole keys and values per layer; keys are rotated (design §2)."""
+"""GQA, MQA and MHA: whole keys and values per layer; keys are rotated."""
 
 from __future__ import annotations
 

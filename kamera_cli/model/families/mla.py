@@ -1,4 +1,4 @@
-"""MLA: the latent c_KV after its norm and the shared k_rope per layer; only k_rope is rotated (design §2).
+"""MLA: the latent c_KV after its norm and the shared k_rope per layer; only k_rope is rotated.
 
 The latent holds what all heads' keys without position and values are made of, and moves byte for byte.
 """
