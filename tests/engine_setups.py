@@ -105,7 +105,7 @@ def content(store) -> dict[str, str]:
 
 def write_cards(folder: Path, index: int) -> tuple[Path, Episode]:
     """A card video that the embedded model understands: 3 to 6 chunks, by ``index``, and its questions."""
-    from kamera_cli.bench.cards import bench_episode, write_episode
+    from kamera_cli.bench.episodes import bench_episode, write_episode
 
     found = bench_episode(index, 5)
     write_episode(folder / "cards.mp4", found, 1)
@@ -114,7 +114,7 @@ def write_cards(folder: Path, index: int) -> tuple[Path, Episode]:
 
 def open_on_cards(open_engine: Callable[..., Engine], path: Path) -> Engine:
     """The embedded model, with the chunks of a card video in its window."""
-    from kamera_cli.bench.cards import CHUNK_SECONDS, FPS
+    from kamera_cli.bench.episodes import CHUNK_SECONDS, FPS
     from kamera_cli.tiny import model_path
 
     engine = open_engine(model=str(model_path()))

@@ -1,19 +1,15 @@
-"""``kamera bench``: suites that measure the method, and one report over all of them. Importing it loads no torch."""
+"""``kamera bench``: suites that measure the method, and one report over all of them.
+
+Here stands what may be asked; importing it loads no torch. `kamera_cli.bench.runner.run` runs it.
+"""
 
 from __future__ import annotations
 
-import importlib
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kamera_cli.bench.results import BenchResult, SuiteResult
+from kamera_cli.bench.geometry import GEOMETRIES
 from kamera_cli.errors import UsageError
-from kamera_cli.results import Progress
-from kamera_cli.settings import Settings
-
-__all__ = ["SUITES", "BenchOptions", "BenchResult", "run"]
 
 SUITES = {
     "ttft": "time to first token: full re-encode, re-prefill, patched and blind, over context length",
@@ -26,6 +22,10 @@ SUITES = {
     "store": "write and read throughput and bytes of the store on this disk",
 }
 """Name of each suite and what it measures; ``kamera_cli.bench.<name>.measure`` runs it."""
+
+
+RIVALS = ("oracle", "cacheblend", "epic")
+"""Names for ``--rivals``, see `kamera_cli.bench.rivals`."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class BenchOptions:
         Of each suite that draws them; None for its own number.
     seed : int
         Of episodes, orders and random weights.
+
+    Raises
+    ------
+    UsageError
+        Unknown rival or geometry, or a rank, seed or number of episodes out of range.
     """
 
     out: Path
@@ -55,66 +60,19 @@ class BenchOptions:
     episodes: int | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.geometry is not None and self.geometry not in GEOMETRIES:
+            raise UsageError(f"--geometry {self.geometry!r}: there are {', '.join(GEOMETRIES)}")
+        for name in self.rivals:
+            if name not in (*RIVALS, "all", "none"):
+                raise UsageError(f"--rivals {name!r}: there are {', '.join(RIVALS)}, all, none")
+        if any(rank < 1 for rank in self.ranks):
+            raise UsageError(f"--ranks {min(self.ranks)}: must be at least 1")
+        if self.seed < 0:
+            raise UsageError(f"--seed {self.seed}: must not be negative")
+        if self.episodes is not None and self.episodes < 1:
+            raise UsageError(f"--episodes {self.episodes}: must be at least 1")
 
-def run(
-    suites: Sequence[str],
-    settings: Settings,
-    options: BenchOptions,
-    on_progress: Callable[[Progress], None] | None = None,
-) -> BenchResult:
-    """Run suites and write JSON, pictures and the report into ``options.out``.
-
-    The store of the settings is not touched: each suite works in a temporary one.
-
-    Parameters
-    ----------
-    suites : sequence of str
-        Names from `SUITES`.
-    settings : Settings
-        Model, device, dtype and attention.
-
-    Raises
-    ------
-    UsageError
-        Unknown suite, rival or geometry, a rank or seed out of range, or a folder that cannot be written.
-    """
-    unknown = [name for name in suites if name not in SUITES]
-    if unknown:
-        raise UsageError(f"no suite {unknown[0]!r} (suites: {', '.join(SUITES)})")
-    _check(options)
-    from kamera_cli.bench.environment import environment
-    from kamera_cli.bench.report import write
-
-    started = time.perf_counter()
-    results: list[SuiteResult] = []
-    for name in suites:
-        suite = importlib.import_module(f"kamera_cli.bench.{name}")
-        results.append(suite.measure(settings, options, on_progress or (lambda _step: None)))
-    result = BenchResult(
-        suites=tuple(results),
-        environment=environment(),
-        seed=options.seed,
-        total_s=time.perf_counter() - started,
-    )
-    return write(result, options.out)
-
-
-def _check(options: BenchOptions) -> None:
-    from kamera_cli.bench.geometry import GEOMETRIES
-    from kamera_cli.bench.rivals import RIVALS
-
-    if options.geometry is not None and options.geometry not in GEOMETRIES:
-        raise UsageError(f"--geometry {options.geometry!r}: there are {', '.join(GEOMETRIES)}")
-    for name in options.rivals:
-        if name not in (*RIVALS, "all", "none"):
-            raise UsageError(f"--rivals {name!r}: there are {', '.join(RIVALS)}, all, none")
-    if any(rank < 1 for rank in options.ranks):
-        raise UsageError(f"--ranks {min(options.ranks)}: must be at least 1")
-    if options.seed < 0:
-        raise UsageError(f"--seed {options.seed}: must not be negative")
-    if options.episodes is not None and options.episodes < 1:
-        raise UsageError(f"--episodes {options.episodes}: must be at least 1")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {options.out}: {error.strerror or error}") from error
+    def ranks_or(self, default: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks to measure, ascending."""
+        return tuple(sorted(set(self.ranks))) or default

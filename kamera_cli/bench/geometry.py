@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def write_checkpoint(geometry: Geometry, folder: Path, seed: int) -> int:
     from kamera_cli.model.loading import load
 
     embedded = open_checkpoint(EMBEDDED)
-    like = load(embedded, device="cpu", dtype="fp32", attention="sdpa", trust_remote_code=False).model
+    like: Any = load(embedded, device="cpu", dtype="fp32", attention="sdpa", trust_remote_code=False).model
     config = type(like.config).from_dict(_config(json.loads(json.dumps(embedded.config)), geometry))
     previous = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, geometry.dtype))
@@ -75,7 +76,7 @@ def write_checkpoint(geometry: Geometry, folder: Path, seed: int) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def _config(config: dict, geometry: Geometry) -> dict:
+def _config(config: dict[str, Any], geometry: Geometry) -> dict[str, Any]:
     config["dtype"] = geometry.dtype
     text, vision = config["text_config"], config["vision_config"]
     text |= {

@@ -1,59 +1,62 @@
 """Suite ``orbit``: one patch per chunk and antecedent set against exact patches, over every order of small sets.
 
 Without ``--ranks`` both are formed as ``compile-patches`` forms them: ranks by worth, learned on the first episodes.
-The rivals inside show what was chosen and why: a patch per set with a V of its own, one order instead of two opposite
-ones, and the paper's single mean patch per chunk; ``--rivals none`` leaves them out.
+The rivals inside show what was chosen and why: one order instead of two opposite ones, and the paper's single mean
+patch per chunk (arXiv 2606.23581, "Reorder"); ``--rivals none`` leaves them out.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from itertools import permutations
+from typing import Any
 
-from kamera_cli.bench.arrangement import Arrangement
-from kamera_cli.bench.episodes import Encoded, encoded_episodes, forced, group_of
-from kamera_cli.bench.forming import Learner
-from kamera_cli.bench.orbit_forming import ORBIT, Patches, Ways, arms_of, conditioned
-from kamera_cli.bench.results import Chart, Series, SuiteResult, Table
-from kamera_cli.bench.scratch import scratch_engine
-from kamera_cli.bench.shares import Share, mean, percentile
-from kamera_cli.model.generate import next_token_kl
-from kamera_cli.model.scoring import is_greedy_match, score
-from kamera_cli.operator.patch import AUTO_BITS
-from kamera_cli.operator.quantise import row_bytes
-from kamera_cli.results import Progress
-from kamera_cli.settings import Settings
-from kamera_cli.words import format_number
-
-if TYPE_CHECKING:
-    from kamera_cli.bench import BenchOptions
+from kamera_cli.bench.episodes import Encoded
+from kamera_cli.bench.figures import (
+    BLIND,
+    REFERENCE,
+    Arm,
+    Chart,
+    Size,
+    SuiteResult,
+    Table,
+    arm_table,
+    bars,
+    eta,
+    interval,
+    number,
+    of_group,
+    percent,
+)
+from kamera_cli.bench.prompt import AS_COMPILED, Prompt, patch_size
+from kamera_cli.bench.runner import Task, answer
+from kamera_cli.model.families.family import LayerKV
+from kamera_cli.operator.orbit import antecedent_sets, mean_kv
+from kamera_cli.operator.patch import LayerPatch
+from kamera_cli.operator.ranks import Worth
+from kamera_cli.options import CompileOptions
+from kamera_cli.patches.chunk import Chunk, ChunkChain
+from kamera_cli.patches.form import Factor
+from kamera_cli.patches.orbit import set_patches
+from kamera_cli.patches.request import factor
+from kamera_cli.patches.tree import conditioned
+from kamera_cli.patches.worth import Learned, learn
 
 SIZES = (3, 4)
 """Chunks of the sets; all 3! and 4! orders are asked."""
 EPISODES = 20
 """Episodes of the smallest sets. Larger ones have more orders and as many fewer episodes, so that each size gives about
 as many answers."""
-RE_PREFILL, BLIND = "re-prefill", "blind"
+EXACT, ORBIT = "exact, one per order", "orbit, one per set"
+ONE_ORDER, ONE_MEAN = "one order", "one mean patch"
+
+Row = dict[str, Any]
+Patches = dict[ChunkChain, list[LayerPatch]]
+"""By the chunks before one, in order, and that one."""
 
 
-@dataclass
-class _Arm:
-    """What one way of patching gave, over all questions and orders."""
-
-    right: dict[str, list[bool]] = field(
-        default_factory=lambda: {"two_hop": [], "one_hop": [], "unknown": []}
-    )
-    kl: list[float] = field(default_factory=list)
-    raw_bytes: int = 0
-
-
-def measure(
-    settings: Settings, options: BenchOptions, on_progress: Callable[[Progress], None]
-) -> SuiteResult:
+def measure(task: Task) -> SuiteResult:
     """Answers in every order of sets of three and of four chunks.
 
     Returns
@@ -61,146 +64,153 @@ def measure(
     SuiteResult
         One table per size of the set.
     """
-    num_episodes = options.episodes or EPISODES
-    ways = Ways(max(options.ranks, default="auto"), with_rivals=options.rivals != ("none",))
-    learner = Learner() if ways.rank == "auto" else None
-    tables, data = [], {}
-    with scratch_engine(settings, on_progress) as (engine, work):
+    asked = CompileOptions(rank=max(task.options.ranks, default="auto"))
+    by_worth = asked.rank == "auto"
+    how = AS_COMPILED if by_worth else f"of rank {asked.rank}"
+    known = Learned()
+    tables: list[Table] = []
+    data: dict[str, Row] = {}
+    with task.run() as run:
         for size in SIZES:
-            count = max(1, num_episodes * math.factorial(SIZES[0]) // math.factorial(size))
-            arms: dict[str, _Arm] = {}
-            kv_bytes = 0
-            started = time.perf_counter()
-            episodes = encoded_episodes(engine.runner, count, options.seed, work, num_chunks=size)
-            for done, encoded in enumerate(episodes):
-                on_progress(Progress(f"orders of {size}", done, count, "episodes"))
-                kv_bytes += _episode(encoded, ways, learner, arms)
-            seconds = (time.perf_counter() - started) / count
-            found = _data(arms, kv_bytes) | {"episodes": count, "seconds_per_episode": seconds}
-            tables.append(_table(size, count, ways, found))
+            count = max(
+                1, (task.options.episodes or EPISODES) * math.factorial(SIZES[0]) // math.factorial(size)
+            )
+            arms: dict[str, Arm] = {}
+            kv_bytes, seconds = 0, run.seconds
+            for encoded in run.sized_episodes(f"orders of {size}", count, size):
+                after = conditioned(encoded.runner, chains_of(encoded.chunks))
+                if by_worth:
+                    known = learn(encoded.runner, known, encoded.chunks, _in_order(encoded.chunks, after))
+                form = _former(asked, known.worth)
+                made = _patches(encoded.chunks, after, form, with_rivals=task.options.rivals != ("none",))
+                _ask(encoded, after, made, arms)
+                kv_bytes += _kv_bytes(encoded.chunks)
+            found: Row = {
+                "kv_bytes": kv_bytes,
+                "arms": _rows(arms),
+                "episodes": count,
+                "seconds_per_episode": (run.seconds - seconds) / count,
+            }
+            described_as = f"{how}, energy {asked.energy}" if by_worth else how
+            tables.append(_table(size, described_as, found))
             data[f"of_{size}"] = found
-        described = {
-            "model": engine.context.checkpoint.label,
-            "device": str(engine.runner.device),
-            "rank": ways.rank,
-            "energy": ways.energy if ways.rank == "auto" else None,
-            "windows_learned_on": learner.num_windows if learner else 0,
+        described = run.described() | {
+            "rank": asked.rank,
+            "energy": asked.energy if by_worth else None,
+            "windows_learned_on": known.num_windows,
         }
-    told = ", ".join(f"{size}!: {_share(data[f'of_{size}']['arms'][ORBIT]['two_hop'])}" for size in SIZES)
-    sentence = f"two-hop answers with orbit patches {ways.described} over all orders, {told} %"
+    told = ", ".join(f"{size}!: {interval(data[f'of_{size}']['arms'][ORBIT]['two_hop'])}" for size in SIZES)
+    sentence = f"two-hop answers with orbit patches {how} over all orders, {told} %"
     return SuiteResult("orbit", sentence, {**described, **data}, tuple(tables), (_chart(data),))
 
 
-def _episode(encoded: Encoded, ways: Ways, learner: Learner | None, arms: dict[str, _Arm]) -> int:
-    """Ask one episode in every order; bytes of KV that a patch of every set serves."""
-    size, canonical = len(encoded.segments), encoded.canonical
-    after = conditioned(encoded)
-    arranged = {
-        order: Arrangement(
-            encoded.runner,
-            [encoded.segments[chunk] for chunk in order],
-            [canonical[chunk] for chunk in order],
-            [after[order[:place], chunk] for place, chunk in enumerate(order)],
-        )
-        for order in itertools.permutations(range(size))
-    }
-    if learner is not None:
-        ways = replace(ways, worth=learner.worth(arranged[tuple(range(size))]))
-    made = arms_of(after, canonical, ways)
-    for name, (_, kept) in made.items():
-        arms.setdefault(name, _Arm()).raw_bytes += _bytes(kept)
-    asked = [(group_of(question), forced(encoded.runner, question)) for question in encoded.episode.questions]
-    for order, arrangement in arranged.items():
-        caches = {RE_PREFILL: arrangement.exact, BLIND: arrangement.blind}
-        caches |= {name: _patched(arrangement, order, patches) for name, (patches, _) in made.items()}
-        prompts = [prompt for _, prompt in asked]
-        scored = score(encoded.runner, list(caches.values()), arrangement.end, prompts)
-        for name, answers in zip(caches, scored, strict=True):
-            arm = arms.setdefault(name, _Arm())
-            for (group, prompt), expected, logits in zip(asked, scored[0], answers, strict=True):
-                arm.right[group].append(is_greedy_match(logits, prompt.answer_ids, encoded.runner.eos_ids))
-                arm.kl.append(next_token_kl(expected[0], logits[0]))
-    num_sets = 2 ** (size - 1) - 1
-    return num_sets * sum(kv.rotary.nbytes + kv.plain.nbytes for layers in canonical for kv in layers)
+def _former(options: CompileOptions, worth: Worth | None) -> Factor:
+    return lambda after, chunk: factor(after, chunk.canonical, options, worth)
 
 
-def _patched(arrangement: Arrangement, order: tuple[int, ...], patches: Patches):
-    chosen = [patches[order[:place], chunk] if place else None for place, chunk in enumerate(order)]
-    return arrangement.patched(chosen, None)
+def chains_of(chunks: Sequence[Chunk]) -> list[ChunkChain]:
+    """Every order of some of the chunks."""
+    return [chain for size in range(1, len(chunks) + 1) for chain in permutations(chunks, size)]
 
 
-def _bytes(kept: list) -> int:
-    """Raw bytes of factors as they are stored: integers of `AUTO_BITS` and a scale for each row."""
-    return sum(rows.shape[0] * row_bytes(rows.shape[1], AUTO_BITS) for rows in kept)
+def _in_order(order: ChunkChain, after: Mapping[ChunkChain, list[LayerKV]]) -> list[list[LayerKV]]:
+    """Conditioned KV of each chunk of an order."""
+    return [after[order[: place + 1]] for place in range(len(order))]
 
 
-def _data(arms: dict[str, _Arm], kv_bytes: int) -> dict:
+def _patches(
+    chunks: ChunkChain, after: Mapping[ChunkChain, list[LayerKV]], form: Factor, *, with_rivals: bool
+) -> dict[str, tuple[Patches, Size]]:
+    """Per arm, the patch of every chain, and the bytes of all that are kept for them."""
+    exact = {chain: form(layers, chain[-1]) for chain, layers in after.items() if len(chain) > 1}
+    ways = {EXACT: (exact, patch_size(list(exact.values())))}
+    of_sets = {ORBIT: set_patches(chunks, after, form)}
+    if with_rivals:
+        of_sets[ONE_ORDER] = {(chunk, of): exact[(*of, chunk)] for chunk, of in of_sets[ORBIT]}
+    for name, made in of_sets.items():
+        ways[name] = _in_all_orders(made), patch_size(list(made.values()))
+    if with_rivals:
+        single = {chunk: form(_mean(chunk, after), chunk) for chunk in chunks}
+        everywhere = {(chunk, of): single[chunk] for chunk, of in of_sets[ORBIT]}
+        ways[ONE_MEAN] = _in_all_orders(everywhere), patch_size(list(single.values()))
+    return ways
+
+
+def _in_all_orders(of_sets: Mapping[tuple[Chunk, ChunkChain], list[LayerPatch]]) -> Patches:
+    """The patch of a set for every order of the set."""
+    return {(*order, chunk): patch for (chunk, of), patch in of_sets.items() for order in permutations(of)}
+
+
+def _mean(chunk: Chunk, after: Mapping[ChunkChain, list[LayerKV]]) -> list[LayerKV]:
+    """Mean KV of a chunk over all chains in which something stands before it."""
+    return mean_kv([layers for chain, layers in after.items() if chain[-1] is chunk and len(chain) > 1])
+
+
+def _ask(
+    encoded: Encoded,
+    after: Mapping[ChunkChain, list[LayerKV]],
+    made: Mapping[str, tuple[Patches, Size]],
+    arms: dict[str, Arm],
+) -> None:
+    """Ask one episode in every order."""
+    for name, (_, size) in made.items():
+        arm = arms.setdefault(name, Arm(name, size=Size()))
+        arm.size = (arm.size or Size()) + size
+    asked = encoded.asked
+    for order in permutations(encoded.chunks):
+        prompt = Prompt(encoded.runner, order, _in_order(order, after))
+        caches = {REFERENCE: prompt.exact, BLIND: prompt.blind}
+        for name, (patches, _) in made.items():
+            chosen = [patches[order[: place + 1]] if place else None for place in range(len(order))]
+            caches[name] = prompt.patched(chosen)
+        answer(encoded.runner, arms, caches, prompt.end, asked)
+
+
+def _kv_bytes(chunks: Sequence[Chunk]) -> int:
+    """Bytes of KV that a patch of every set serves."""
+    num_sets = len(antecedent_sets(chunks[0], chunks))
+    return num_sets * sum(kv.rotary.nbytes + kv.plain.nbytes for chunk in chunks for kv in chunk.canonical)
+
+
+def _rows(arms: dict[str, Arm]) -> dict[str, Row]:
+    """Figures of every arm, the two without patches first."""
+    names = [REFERENCE, BLIND, *(name for name in arms if name not in (REFERENCE, BLIND))]
     return {
-        "kv_bytes": kv_bytes,
-        "arms": {
-            name: {
-                **{group: Share(sum(marks), len(marks)).to_json() for group, marks in arm.right.items()},
-                "kl_mean": mean(arm.kl),
-                "kl_p95": percentile(arm.kl, 95),
-                "kl_max": max(arm.kl),
-                "eta": 1 - mean(arm.kl) / mean(arms[BLIND].kl),
-                "patch_bytes": arm.raw_bytes,
-            }
-            for name, arm in arms.items()
-        },
+        name: {
+            **arms[name].figures(arms[BLIND]),
+            "patch_bytes": (arms[name].size or Size()).raw,
+        }
+        for name in names
     }
 
 
-def _table(size: int, count: int, ways: Ways, measured: dict) -> Table:
-    data, kv_bytes = measured["arms"], measured["kv_bytes"]
-    rows = tuple(
-        (
-            name,
-            _share(found["two_hop"]),
-            _share(found["one_hop"]),
-            format_number(found["kl_mean"]),
-            format_number(found["kl_p95"]),
-            f"{found['eta']:.5f}",
-            "–" if not found["patch_bytes"] else f"{100 * found['patch_bytes'] / kv_bytes:.2f} %",
-        )
-        for name, found in data.items()
-    )
-    answers = data[BLIND]["two_hop"]["count"]
-    how = f"{ways.described}, energy {ways.energy}" if ways.rank == "auto" else ways.described
+def _table(size: int, how: str, found: Row) -> Table:
+    rows, kv_bytes = found["arms"], found["kv_bytes"]
     notes = (
-        f"{count} episodes in every order, {answers} two-hop answers; patches {how}. Per cent with Wilson 95 % "
-        "intervals. η: share of blind's mean KL that is gone. Bytes: of all patches that every order needs, over the "
-        "KV that one patch of each set serves.",
+        f"{found['episodes']} episodes in every order, {rows[BLIND]['two_hop']['count']} two-hop answers; patches "
+        f"{how}. Per cent with Wilson 95 % intervals. η: share of blind's mean KL that is gone. Bytes: of all patches "
+        "that every order needs, over the KV that one patch of each set serves.",
     )
-    columns = ("arm", ">two-hop", ">one-hop", ">mean KL", ">p95 KL", ">η", ">bytes")
-    return Table(f"Every order of {size} chunks", columns, rows, notes)
+    columns = {
+        ">two-hop": of_group("two_hop"),
+        ">one-hop": of_group("one_hop"),
+        ">mean KL": number("kl_mean"),
+        ">p95 KL": number("kl_p95"),
+        ">η": eta,
+        ">bytes": lambda row: percent(row["patch_bytes"] / kv_bytes if row["patch_bytes"] else None, 2),
+    }
+    return arm_table(f"Every order of {size} chunks", rows, columns, notes)
 
 
-def _chart(data: dict) -> Chart:
+def _chart(data: dict[str, Row]) -> Chart:
     arms = {size: data[f"of_{size}"]["arms"] for size in SIZES}
-    names = tuple(arms[SIZES[0]])
+    names = list(arms[SIZES[0]])
     series = tuple(
-        Series(
-            f"every order of {size}",
-            tuple(range(len(names))),
-            tuple(100 * (arms[size][name]["two_hop"]["accuracy"] or 0.0) for name in names),
-        )
-        for size in SIZES
+        bars(f"every order of {size}", [rows[name]["two_hop"] for name in names])
+        for size, rows in arms.items()
     )
-    caption = "Two-hop answers in every order of the chunks."
     labels = ", ".join(name.replace(",", ":") for name in names)
     return Chart(
-        "orbit_answers",
-        "Two-hop answers in every order",
-        labels,
-        "exact match, %",
-        series,
-        caption,
-        kind="bars",
-    )
-
-
-def _share(found: dict) -> str:
-    if found["accuracy"] is None:
-        return "–"
-    return f"{100 * found['accuracy']:.1f} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
+        "orbit_answers", "Two-hop answers in every order", labels, "exact match, %", series,
+        "Two-hop answers in every order of the chunks.", kind="bars",
+    )  # fmt: skip

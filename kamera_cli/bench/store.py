@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, long_video
-from kamera_cli.bench.results import SuiteResult, Table
+from kamera_cli.bench.episodes import CHUNK_SECONDS, FPS, long_video
+from kamera_cli.bench.figures import SuiteResult, Table
+from kamera_cli.bench.runner import Run, Task
 from kamera_cli.bench.timing import Samples, take_turns
-from kamera_cli.engine import Engine
 from kamera_cli.model.families.family import LayerKV
+from kamera_cli.patches.chunk import read_chunks
 from kamera_cli.results import Progress
-from kamera_cli.settings import Settings
+from kamera_cli.window import identity_of
 from kamera_cli.words import format_bytes
 from kamera_store.format.keys import identity
 from kamera_store.format.records import Record, TensorBytes
 from kamera_store.format.tensors import to_bytes
 from kamera_store.kvstore import KVStore
-
-if TYPE_CHECKING:
-    from kamera_cli.bench import BenchOptions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_CHUNKS = 4
@@ -33,38 +30,35 @@ NUM_RECORDS = 16
 NUM_RUNS = 5
 MIB = 2**20
 
+Row = dict[str, Any]
 
-def measure(
-    settings: Settings, options: BenchOptions, on_progress: Callable[[Progress], None]
-) -> SuiteResult:
-    """Write and read the canonical KV of card chunks in a temporary store inside ``options.out``.
+
+def measure(task: Task) -> SuiteResult:
+    """Write and read the canonical KV of card chunks in a temporary store inside the run's own folder.
 
     Returns
     -------
     SuiteResult
         One table: ratio, write and read speed for each dtype, raw and compressed.
     """
-    with tempfile.TemporaryDirectory(prefix="store-", dir=options.out) as folder:
-        work = Path(folder)
-        chunks = _real_layers(settings, work, options.seed, on_progress)
+    with task.run(folder=task.options.out) as run:
+        chunks = _real_layers(run)
         arms = [(dtype, codec) for dtype in DTYPES for codec in ("raw", "auto")]
         measured = []
         for done, (dtype, codec) in enumerate(arms):
-            on_progress(Progress("writing and reading", done, len(arms), "arms"))
+            task.on_progress(Progress("writing and reading", done, len(arms), "arms"))
             tensors = [_tensors(layers, dtype, codec) for layers in chunks]
-            measured.append(_arm(work / f"{done}", tensors, dtype, codec))
-    return _result(measured)
+            measured.append(_arm(run.work / f"{done}", tensors, dtype, codec))
+        described = run.described()
+    return _result(measured, described)
 
 
-def _real_layers(
-    settings: Settings, work: Path, seed: int, on_progress: Callable[[Progress], None]
-) -> list[list[LayerKV]]:
-    long_video(work / "cards.mp4", NUM_CHUNKS, seed)
-    own = replace(settings, store=work / "source", quota_bytes=None, rehash=False)
-    with Engine(own, on_progress=on_progress) as engine:
-        engine.ingest([work / "cards.mp4"], fps=FPS, chunk_seconds=CHUNK_SECONDS)
-        records = [engine.library.find_chunk(entry) for entry in engine.window().entries]
-        return [engine.library.layers(record) for record in records]
+def _real_layers(run: Run) -> list[list[LayerKV]]:
+    engine = run.engine
+    long_video(run.work / "cards.mp4", NUM_CHUNKS, run.options.seed)
+    engine.ingest([run.work / "cards.mp4"], fps=FPS, chunk_seconds=CHUNK_SECONDS)
+    chunks = read_chunks(engine.context, list(map(identity_of, engine.window().entries)))
+    return [chunk.canonical for chunk in chunks.values()]
 
 
 def _tensors(layers: Sequence[LayerKV], dtype: torch.dtype, codec: str) -> list[TensorBytes]:
@@ -75,7 +69,7 @@ def _tensors(layers: Sequence[LayerKV], dtype: torch.dtype, codec: str) -> list[
     return parts
 
 
-def _arm(folder: Path, chunks: Sequence[list[TensorBytes]], dtype: torch.dtype, codec: str) -> dict:
+def _arm(folder: Path, chunks: Sequence[list[TensorBytes]], dtype: torch.dtype, codec: str) -> Row:
     """Write `NUM_RECORDS` records, then read them all; each run writes fresh ones. The page cache is warm for reads."""
     chosen = [chunks[index % len(chunks)] for index in range(NUM_RECORDS)]
     raw_bytes = sum(tensor.raw_bytes for tensors in chosen for tensor in tensors)
@@ -120,11 +114,11 @@ def _rate(raw_bytes: int, samples: Samples) -> float:
     return 1e3 * raw_bytes / samples.median_ms
 
 
-def _speed(arm: dict, direction: str) -> str:
+def _speed(arm: Row, direction: str) -> str:
     return f"{arm[direction]['bytes_per_s'] / MIB:.0f} MiB/s"
 
 
-def _result(arms: list[dict]) -> SuiteResult:
+def _result(arms: list[Row], described: Row) -> SuiteResult:
     rows = tuple(
         (
             arm["dtype"],
@@ -149,4 +143,4 @@ def _result(arms: list[dict]) -> SuiteResult:
         f"bf16 KV as byte planes: {best['ratio']:.2f} times smaller, written at {_speed(best, 'write')} and read at "
         f"{_speed(best, 'read')} of raw bytes"
     )
-    return SuiteResult("store", sentence, {"arms": arms}, (table,))
+    return SuiteResult("store", sentence, {**described, "arms": arms}, (table,))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kamera_cli.bench import SUITES, BenchOptions, BenchResult, run
-from kamera_cli.bench.rivals import RIVALS
+from kamera_cli.bench import RIVALS, SUITES, BenchOptions
+from kamera_cli.bench.figures import BenchResult
 from kamera_cli.commands.session import Session, command
 from kamera_cli.errors import UsageError
 from kamera_cli.words import count, display, table
@@ -63,6 +63,8 @@ def bench(
         episodes=episodes,
         seed=seed,
     )
+    from kamera_cli.bench.runner import run
+
     with session.output.working() as on_progress:
         result = run(chosen, session.settings, options, on_progress)
     document = result.to_json()

@@ -66,7 +66,7 @@ class PatchOptions(CompileOptions):
         check_budget(parse_budget(self.budget), kv_bytes(chunk), min(sizes), what)
 
 
-def cut(residual: Residual, options: PatchOptions, worth: Worth | None = None) -> list[LayerPatch]:
+def cut(residual: Residual, options: CompileOptions, worth: Worth | None = None) -> list[LayerPatch]:
     """The patch that is asked for out of Δ of a chunk, one `LayerPatch` per layer.
 
     Parameters
@@ -84,7 +84,7 @@ def cut(residual: Residual, options: PatchOptions, worth: Worth | None = None) -
 
 
 def factor(
-    after: Sequence[LayerKV], canonical: Sequence[LayerKV], options: PatchOptions, worth: Worth | None = None
+    after: Sequence[LayerKV], canonical: Sequence[LayerKV], options: CompileOptions, worth: Worth | None = None
 ) -> list[LayerPatch]:
     """`cut` from Δ of conditioned and canonical KV, position-free, of the same T tokens."""
     return cut(Residual(after, canonical), options, worth)

@@ -163,7 +163,7 @@ def _root(runner: ModelRunner, root: Branch[Chunk]) -> Iterator[Prefilled]:
     first, *others = root.links
     standing, rest = [runner.preamble, first.segment], [chunk.segment for chunk in others]
     held = sum(segment.num_tokens for segment in standing)
-    is_cold = starts_cold(sum(segment.num_tokens for segment in rest), held, *_multiplications(runner))
+    is_cold = starts_cold(sum(segment.num_tokens for segment in rest), held, *multiplications(runner))
     with _clock(runner) as spent:
         if is_cold:
             cache = DynamicCache()
@@ -218,7 +218,7 @@ def _clock(runner: ModelRunner) -> Iterator[list[float]]:
     spent.append(1e3 * (time.perf_counter() - started))
 
 
-def _multiplications(runner: ModelRunner) -> tuple[int, int]:
+def multiplications(runner: ModelRunner) -> tuple[int, int]:
     """Of one token with the decoder's weights, and of attention for one pair of tokens, in all layers."""
     decoder = decoder_of(runner.model)
     weights = sum(one.numel() for name, one in decoder.named_parameters() if "embed_tokens" not in name)

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from kamera_cli.bench import BenchOptions, compose
-from kamera_cli.bench.compose_report import BLIND, COMPOSED, EXACT, MEAN, NO_GAIN, REFERENCE, SUM
+from kamera_cli.bench.compose import COMPOSED, EXACT, MEAN, NO_GAIN, SUM
+from kamera_cli.bench.figures import BLIND, REFERENCE
+from kamera_cli.bench.runner import Task
 from kamera_cli.operator.patch import Factors, LayerPatch
 from kamera_cli.patches.pairs import with_calibration
 from kamera_cli.results import ComposedBound
@@ -48,7 +50,7 @@ def test_each_rule_is_what_its_arm_is_called() -> None:
 
 
 def test_compositions_are_between_exact_patches_and_the_sum(settings: Settings, tmp_path: Path) -> None:
-    result = compose.measure(settings, BenchOptions(out=tmp_path, episodes=4), lambda _step: None)
+    result = compose.measure(Task(settings, BenchOptions(out=tmp_path, episodes=4)))
     arms = result.data["arms"]
     assert list(arms) == [REFERENCE, BLIND, EXACT, COMPOSED, NO_GAIN, SUM, MEAN]
     assert result.data["num_antecedents"] == [1, 2, 3, 4]
@@ -74,5 +76,5 @@ def test_compositions_are_between_exact_patches_and_the_sum(settings: Settings, 
 
 def test_without_rivals_the_products_rule_stands_alone(settings: Settings, tmp_path: Path) -> None:
     options = BenchOptions(out=tmp_path, episodes=1, rivals=("none",))
-    result = compose.measure(settings, options, lambda _step: None)
+    result = compose.measure(Task(settings, options))
     assert list(result.data["arms"]) == [REFERENCE, BLIND, EXACT, COMPOSED]

@@ -9,42 +9,42 @@ from pathlib import Path
 import pytest
 
 from kamera_cli.bench import BenchOptions, memory
-from kamera_cli.bench.arrangement import Arrangement
-from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, bench_episode, write_episode
-from kamera_cli.bench.episodes import tasks
-from kamera_cli.bench.forming import Learner, Residual
-from kamera_cli.bench.memory_report import sentence
-from kamera_cli.bench.sizes import Size
+from kamera_cli.bench.episodes import CHUNK_SECONDS, FPS, bench_episode, encoded_episodes, write_episode
+from kamera_cli.bench.figures import Size
+from kamera_cli.bench.memory import sentence
+from kamera_cli.bench.prompt import Prompt, kv_size, patch_size
+from kamera_cli.bench.runner import Task
 from kamera_cli.engine import Engine
 from kamera_cli.operator.patch import FACTOR_DTYPES
 from kamera_cli.operator.ranks import Worth
 from kamera_cli.operator.residual import form
-from kamera_cli.options import parse_budget
-from kamera_cli.patches.request import PatchOptions
+from kamera_cli.options import CompileOptions, parse_budget
+from kamera_cli.patches.chunk import read_chunks
+from kamera_cli.patches.worth import Learned, learn
 from kamera_cli.settings import Settings
 from kamera_cli.window import identity_of
 from kamera_cli.words import strict_json
 
 
 @pytest.fixture(scope="module")
-def arrangement(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Arrangement:
-    return next(tasks(engine.runner, 1, 5, tmp_path_factory.mktemp("episode"))).arrangement
+def prompt(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Prompt:
+    return next(encoded_episodes(engine.runner, 1, 5, tmp_path_factory.mktemp("episode"))).shuffled()
 
 
 @pytest.fixture(scope="module")
-def known(arrangement: Arrangement) -> Worth:
-    return Learner().worth(arrangement)
+def known(prompt: Prompt) -> Worth | None:
+    return learn(prompt.runner, Learned(), prompt.chunks).worth
 
 
 @pytest.mark.parametrize("by_worth", [False, True])
 @pytest.mark.parametrize(
     "asked",
-    [*(arm.options for arm in memory.arms_of((2, 90)).values()), PatchOptions(rank=1), PatchOptions(budget="900B")],
+    [*(arm.options for arm in memory.arms_of((2, 90)).values()), CompileOptions(rank=1), CompileOptions(budget="900B")],
 )  # fmt: skip
 def test_directions_that_arms_share_give_the_factors_that_forming_gives(
-    arrangement: Arrangement, known: Worth, asked: PatchOptions, by_worth: bool
+    prompt: Prompt, known: Worth, asked: CompileOptions, by_worth: bool
 ) -> None:
-    after, alone = arrangement.conditioned[-1], arrangement.canonical[-1]
+    after, alone = prompt.conditioned[-1], prompt.chunks[-1].canonical
     worth = known if by_worth else None
     kv_bytes = sum(kv.rotary.nbytes + kv.plain.nbytes for kv in alone)
     budget = None if asked.budget is None else parse_budget(asked.budget).of(kv_bytes)
@@ -57,7 +57,7 @@ def test_directions_that_arms_share_give_the_factors_that_forming_gives(
         budget_bytes=budget,
         worth=worth,
     )
-    layers, size = Residual(after, alone).cut(asked, worth)
+    layers = prompt.patch(len(prompt.chunks) - 1, asked, worth)
     for made, wanted in zip(layers, expected, strict=True):
         for name in ("rotary", "plain"):
             ours, theirs = getattr(made, name), getattr(wanted, name)
@@ -68,7 +68,7 @@ def test_directions_that_arms_share_give_the_factors_that_forming_gives(
             assert getattr(made, f"{name}_energy") == pytest.approx(
                 energy, abs=1e-2 if ours.bits == 4 else 1e-4
             )
-    assert budget is None or size.raw <= budget
+    assert budget is None or patch_size([layers]).raw <= budget
 
 
 def test_a_suites_default_patches_are_the_records_that_compiling_writes(
@@ -86,25 +86,18 @@ def test_a_suites_default_patches_are_the_records_that_compiling_writes(
             for place, link in enumerate(links)
             if place
         ]
-        window = Arrangement(
-            engine.runner,
-            [engine.library.segment(chunk) for chunk in chunks],
-            [engine.library.layers(chunk) for chunk in chunks],
-        )
-        worth = Learner().worth(window)
+        read = read_chunks(engine.context, links)
+        window = Prompt(engine.runner, tuple(read[link] for link in links))
+        worth = learn(engine.runner, Learned(), window.chunks).worth
         for place, record in enumerate(records, start=1):
-            residual = Residual(window.conditioned[place], window.canonical[place])
-            layers, size = residual.cut(PatchOptions(), worth)
+            layers = window.patch(place, CompileOptions(), worth)
+            size = patch_size([layers])
             assert [[patch.rotary.rank, patch.plain.rank] for patch in layers] == record.meta["split"]
-            arranged = window.patch(place, "auto", worth=worth)
-            assert [(patch.rotary.rank, patch.plain.rank) for patch in arranged] == [
-                (patch.rotary.rank, patch.plain.rank) for patch in layers
-            ]
             assert size.raw == record.raw_bytes
             stored = sum(tensor.stored_bytes for tensor in record.tensors)
             assert size.stored == pytest.approx(stored, rel=0.02)
             of_layers = [tensor for tensor in chunks[place].tensors if tensor.layer >= 0]
-            assert residual.kv == Size(
+            assert kv_size(window.chunks[place : place + 1]) == Size(
                 sum(tensor.raw_bytes for tensor in of_layers),
                 sum(tensor.stored_bytes for tensor in of_layers),
             )
@@ -113,9 +106,7 @@ def test_a_suites_default_patches_are_the_records_that_compiling_writes(
 def test_more_bytes_of_one_kind_answer_better_and_cost_what_they_say(
     settings: Settings, tmp_path: Path
 ) -> None:
-    result = memory.measure(
-        settings, BenchOptions(out=tmp_path, episodes=2, ranks=(1, 4)), lambda _step: None
-    )
+    result = memory.measure(Task(settings, BenchOptions(out=tmp_path, episodes=2, ranks=(1, 4))))
     arms = result.data["arms"]
     assert [name for name in arms if "rank" in name] == ["rank 1, fp16", "rank 4, fp16", "rank 4, int8"]
     assert arms["re-prefill"]["kl_mean"] == 0.0 < arms["rank 4, fp16"]["kl_mean"]

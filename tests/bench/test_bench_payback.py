@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kamera_cli.bench.payback import Payback, payback_table, spread
 from kamera_cli.bench.timing import Samples
-from kamera_cli.bench.ttft_forming import Payback, payback_table, spread
 
 
 def payback(**times: float) -> Payback:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kamera_cli.bench import charts, report
-from kamera_cli.bench.environment import environment
-from kamera_cli.bench.results import BenchResult, Chart, Series, SuiteResult, Table
+from kamera_cli.bench import report
+from kamera_cli.bench.figures import BenchResult, Chart, Series, SuiteResult, Table
+from kamera_cli.bench.runner import environment
 
 LINES = Chart("lines", "A <title>", "x", "y", (Series("s", (1.0, 2.0), (1.0, 4.0), (0.5, 3.0), (2.0, 5.0)),),
               x_log=True, y_log=True, levels=(("level", 2.0),))  # fmt: skip
@@ -56,7 +56,7 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_shows(tmp_path: Path) -
 def test_without_matplotlib_there_is_one_line_and_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
     finished = report.write(result(LINES), tmp_path)
-    assert finished.notes == (charts.MISSING,)
+    assert finished.notes == (report.MISSING,)
     assert [Path(file).name for file in finished.files] == ["bench.json", "report.html"]

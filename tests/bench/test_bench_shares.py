@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kamera_cli.bench.shares import Share, mean, percentile
+from kamera_cli.bench.figures import Share, mean, percentile
 
 
 def test_wilson_interval_is_the_published_one() -> None:

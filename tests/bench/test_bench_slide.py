@@ -8,9 +8,10 @@ import torch
 
 from kamera_cli.bench import slide
 from kamera_cli.bench.episodes import encoded_episodes
-from kamera_cli.bench.forming import AS_COMPILED, Learner
+from kamera_cli.bench.prompt import AS_COMPILED
 from kamera_cli.engine import Engine
 from kamera_cli.model.compat import DynamicCache
+from kamera_cli.patches.worth import Learned, learn
 
 
 def _away(cache: DynamicCache, true: DynamicCache, start: int, end: int) -> float:
@@ -25,9 +26,8 @@ def test_each_arm_stands_on_the_patches_that_its_name_says(engine: Engine, tmp_p
     encoded = next(encoded_episodes(engine.runner, 1, 5, tmp_path))
     before, after, back = (encoded.arranged(order) for order in ([0, 1, 2], [1, 2], [1, 2, 0]))
     ranks = (4, 32)
-    (_, first), (after_end, left), (back_end, recalled) = slide.contexts(
-        before, after, back, ranks, Learner().worth(before)
-    )
+    known = learn(engine.runner, Learned(), before.chunks).worth
+    (_, first), (after_end, left), (back_end, recalled) = slide.contexts(before, after, back, ranks, known)
     assert list(first) == ["before, re-prefill"] and (after_end, back_end) == (after.end, back.end)
     truths = {
         "left, others patched": (left, after, after.holding(before.conditioned[1:])),

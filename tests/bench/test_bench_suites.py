@@ -11,30 +11,24 @@ import pytest
 from kamera_cli.bench import (
     SUITES,
     BenchOptions,
-    BenchResult,
     deficit,
     fidelity,
     orbit,
     report,
-    run,
     slide,
     store,
     ttft,
 )
-from kamera_cli.bench.cards import bench_episode
-from kamera_cli.bench.environment import environment
-from kamera_cli.bench.episodes import shuffled
-from kamera_cli.bench.fidelity_report import COMPILED
-from kamera_cli.bench.forming import AS_COMPILED
+from kamera_cli.bench.episodes import bench_episode, shuffled
+from kamera_cli.bench.fidelity import COMPILED
+from kamera_cli.bench.figures import BenchResult
 from kamera_cli.bench.geometry import GEOMETRIES, write_checkpoint
+from kamera_cli.bench.prompt import AS_COMPILED
+from kamera_cli.bench.runner import Task, environment, run
 from kamera_cli.errors import UsageError
 from kamera_cli.settings import Settings
 from kamera_cli.tiny.world import episode
 from kamera_cli.words import strict_json
-
-
-def quiet(_step: object) -> None:
-    pass
 
 
 def test_episodes_to_measure_on_are_not_those_of_training_or_selection() -> None:
@@ -52,8 +46,8 @@ def test_an_arrangement_is_never_the_order_of_ingest(count: int) -> None:
 
 def test_fidelity_runs_all_arms_and_a_seed_decides_it(settings: Settings, tmp_path: Path) -> None:
     options = BenchOptions(out=tmp_path, ranks=(2, 32), episodes=2, rivals=("oracle",))
-    first = fidelity.measure(settings, options, quiet)
-    again = fidelity.measure(settings, options, quiet)
+    first = fidelity.measure(Task(settings, options))
+    again = fidelity.measure(Task(settings, options))
     ignored = {"seconds_per_episode"}
     assert {k: v for k, v in first.data.items() if k not in ignored} == {
         k: v for k, v in again.data.items() if k not in ignored
@@ -77,7 +71,7 @@ def test_fidelity_without_rivals_runs_what_the_product_has_and_nothing_else(
     settings: Settings, tmp_path: Path
 ) -> None:
     options = BenchOptions(out=tmp_path, ranks=(2,), episodes=1, rivals=("none",))
-    result = fidelity.measure(settings, options, quiet)
+    result = fidelity.measure(Task(settings, options))
     assert list(result.data["arms"]) == ["re-prefill", "blind", "patch, rank 2", COMPILED]
     assert [row[0] for row in result.tables[1].rows] == ["2", "auto"]
     assert {chart.name: len(chart.series) for chart in result.charts}["fidelity_kl"] == 1
@@ -92,7 +86,7 @@ def test_ttft_times_four_arms_over_the_same_prompt(
     monkeypatch.setattr(ttft, "NUM_RUNS", 2)
     monkeypatch.setattr(ttft, "NUM_SWEEP_RUNS", 2)
     monkeypatch.setattr(ttft, "NUM_QUESTIONS", 1)
-    result = ttft.measure(settings, BenchOptions(out=tmp_path), quiet)
+    result = ttft.measure(Task(settings, BenchOptions(out=tmp_path)))
     for point in result.data["points"]:
         assert set(point["ttft"]) == {"full", "reprefill", "patched", "blind"}
         assert all(arm["num_runs"] == 2 and arm["min_ms"] > 0 for arm in point["ttft"].values())
@@ -123,11 +117,11 @@ def test_the_store_suite_measures_real_kv_raw_and_compressed(
     monkeypatch.setattr(store, "NUM_RECORDS", 2)
     monkeypatch.setattr(store, "NUM_CHUNKS", 1)
     monkeypatch.setattr(store, "NUM_RUNS", 1)
-    result = store.measure(settings, BenchOptions(out=tmp_path), quiet)
+    result = store.measure(Task(settings, BenchOptions(out=tmp_path)))
     ratios = {(arm["dtype"], arm["codec"][:3]): arm["ratio"] for arm in result.data["arms"]}
     assert ratios["bfloat16", "raw"] == 1.0
     assert ratios["bfloat16", "byt"] > 1.2
-    assert not list(tmp_path.glob("store-*"))
+    assert not list(tmp_path.glob("*"))
 
 
 def test_a_run_writes_its_files_and_leaves_the_users_store_alone(
@@ -140,6 +134,10 @@ def test_a_run_writes_its_files_and_leaves_the_users_store_alone(
     document = json.loads((tmp_path / "out" / "bench.json").read_text("utf-8"))
     assert document["suites"]["store"]["arms"] == result.to_json()["suites"]["store"]["arms"]
     assert set(document["environment"]["versions"]) >= {"torch", "transformers"}
+    assert {"version", "commit", "date", "processor"} <= set(document["environment"])
+    assert document["environment"]["arguments"]["suites"] == ["store"]
+    assert document["environment"]["arguments"]["model"] == "kamera-tiny"
+    assert len(document["suites"]["store"]["fingerprint"]) == 64
     assert not settings.store.exists()
 
 
@@ -175,7 +173,7 @@ def test_the_stack_is_cut_in_a_bounded_number_of_places(num_layers: int, cuts: l
 
 
 def test_the_deficit_adds_up_over_layers_and_tokens(settings: Settings, tmp_path: Path) -> None:
-    result = deficit.measure(settings, BenchOptions(out=tmp_path, episodes=1), quiet)
+    result = deficit.measure(Task(settings, BenchOptions(out=tmp_path, episodes=1)))
     layers = result.data["layers"]
     assert sum(row["energy_share"] for row in layers) == pytest.approx(1)
     assert layers[0]["energy_share"] == 0
@@ -191,7 +189,7 @@ def test_the_deficit_adds_up_over_layers_and_tokens(settings: Settings, tmp_path
 
 
 def test_slide_asks_before_after_and_on_return(settings: Settings, tmp_path: Path) -> None:
-    result = slide.measure(settings, BenchOptions(out=tmp_path, episodes=2, ranks=(4,)), quiet)
+    result = slide.measure(Task(settings, BenchOptions(out=tmp_path, episodes=2, ranks=(4,))))
     arms = result.data["arms"]
     assert {name.split(",")[0] for name in arms} == {"before", "left", "left and removed", "recalled"}
     assert len({arm["through"]["count"] for arm in arms.values()}) == 1
@@ -213,14 +211,15 @@ def test_slide_asks_before_after_and_on_return(settings: Settings, tmp_path: Pat
 
 
 def test_orbit_asks_every_order_and_compares_ways_to_keep_it(settings: Settings, tmp_path: Path) -> None:
-    result = orbit.measure(settings, BenchOptions(out=tmp_path, episodes=1, ranks=(8,)), quiet)
+    result = orbit.measure(Task(settings, BenchOptions(out=tmp_path, episodes=1, ranks=(8,))))
     for size, orders in ((3, 6), (4, 24)):
         arms = result.data[f"of_{size}"]["arms"]
         counts = {arm["two_hop"]["count"] for arm in arms.values()}
         assert len(counts) == 1 and counts.pop() % orders == 0
         assert arms["re-prefill"]["kl_max"] == 0.0
         assert arms["orbit, one per set"]["kl_mean"] < 0.1 * arms["blind"]["kl_mean"]
-        assert arms["one V for all sets"]["patch_bytes"] < 0.7 * arms["orbit, one per set"]["patch_bytes"]
+        assert list(arms)[2:] == ["exact, one per order", "orbit, one per set", "one order", "one mean patch"]
+        assert arms["one mean patch"]["patch_bytes"] < 0.7 * arms["orbit, one per set"]["patch_bytes"]
     assert [chart.name for chart in result.charts] == ["orbit_answers"]
     assert all(len(row) == len(table.columns) for table in result.tables for row in table.rows)
     json.dumps(strict_json(result.data), allow_nan=False)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, long_video
+from kamera_cli.bench.episodes import CHUNK_SECONDS, FPS, long_video
 from kamera_cli.bench.timing import Samples, take_turns, timed
-from kamera_cli.bench.ttft import Prompt, _Queries, _query_arm
-from kamera_cli.bench.ttft_points import Point, break_even
+from kamera_cli.bench.ttft import Order, query_arm
+from kamera_cli.bench.ttft_report import Point, break_even
 from kamera_cli.engine import Engine
+from kamera_cli.results import Stages
 
 
 class LateDevice:
@@ -56,10 +57,10 @@ def test_ttft_of_a_query_waits_for_the_device(
 
     monkeypatch.setattr(runner, "extend", late)
     monkeypatch.setattr(runner, "synchronize", device.synchronize)
-    seen = _Queries()
-    measured = _query_arm(engine, questions[0].text, Prompt("late", ["1", "2"]), "blind", seen)()
+    seen: list[Stages] = []
+    measured = query_arm(engine, questions[0].text, Order("late", ["1", "2"]), "blind", seen)()
     assert measured >= 200
-    assert seen.stages[0].prefill >= 200
+    assert seen[0].prefill >= 200
 
 
 def test_the_first_run_is_kept_apart_and_arms_take_turns() -> None:
@@ -83,8 +84,8 @@ def test_the_first_run_is_kept_apart_and_arms_take_turns() -> None:
 
 
 def test_a_prefix_cache_has_only_what_still_stands_at_the_start() -> None:
-    assert Prompt("w", ["1", "2", "4", "3"]).num_leading == 2
-    assert Prompt("w", ["2", "1", "3"]).num_leading == 0
+    assert Order("w", ["1", "2", "4", "3"]).num_leading == 2
+    assert Order("w", ["2", "1", "3"]).num_leading == 0
 
 
 def point(num_tokens: int, slow: float, fast: float) -> Point:

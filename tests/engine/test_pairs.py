@@ -10,7 +10,7 @@ from tiny_backbones import save_backbone
 from tiny_models import write_passage
 
 from kamera_cli import tiny
-from kamera_cli.bench.cards import CHUNK_SECONDS, FPS, bench_episode, write_episode
+from kamera_cli.bench.episodes import CHUNK_SECONDS, FPS, bench_episode, write_episode
 from kamera_cli.errors import UsageError
 from kamera_cli.patches.pair_forming import PAIR_LIMIT, sampled_orders
 from kamera_cli.patches.pairs import META, composed_offer

@@ -12,8 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kamera_cli.bench import BenchOptions, run
+from kamera_cli.bench import BenchOptions
 from kamera_cli.bench.geometry import GEOMETRIES, write_checkpoint
+from kamera_cli.bench.runner import run
 from kamera_cli.engine import Engine
 from kamera_cli.settings import Settings
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from kamera_cli.bench.results import Table
+from kamera_cli.bench.figures import Table
 from kamera_cli.bench.timing import Samples, take_turns, timed
+from kamera_cli.engine import Engine
+from kamera_cli.results import CompileResult
 from kamera_cli.words import format_ms
-
-if TYPE_CHECKING:
-    from kamera_cli.engine import Engine
-    from kamera_cli.results import CompileResult
 
 NUM_FORMING_RUNS = 5
 """Counted runs of each arm."""
@@ -64,7 +62,7 @@ class Payback:
             (first - new) / (old - new) if old > new else None for first, old, new in zip(*arms, strict=True)
         ]
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         by_cpu = {arm: self.uses(arm, by_cpu=True) for arm in ("reprefill", "full")}
         return {
             "num_chunks": self.num_chunks,
@@ -80,18 +78,13 @@ class Payback:
         }
 
 
-@dataclass
-class _Compiled:
-    results: list[CompileResult] = field(default_factory=list)
-
-
 def measure_payback(
     engine: Engine,
     window: str,
     order: Sequence[str],
     question: str,
     use: dict[str, Callable[[], float]],
-    rank: int | str,
+    rank: int | Literal["auto"],
 ) -> Payback:
     """Form the patches of an order again and again, in turn with uses of them.
 
@@ -100,11 +93,12 @@ def measure_payback(
     use : dict of str to callable
         ``full``, ``reprefill``, ``patched``: one use, its TTFT in ms.
     """
-    runner, library, store = engine.runner, engine.library, engine.store
+    runner, library, store = engine.context.runner, engine.context.library, engine.context.store
     entries = {str(entry.number): entry for entry in engine.window(window).entries}
-    records = [library.find_chunk(entries[number]) for number in order]
+    found = [library.find_chunk(entries[number]) for number in order]
+    records = [record for record in found if record is not None]
     segments = [library.segment(record) for record in records]
-    compiled = _Compiled()
+    compiled: list[CompileResult] = []
 
     def forget() -> None:
         store.delete({patch.key for record in records for patch in store.patches_of(record.key)})
@@ -112,7 +106,7 @@ def measure_payback(
     def compile_all() -> float:
         forget()
         started = time.perf_counter()
-        compiled.results.append(engine.compile_patches(order, window=window, rank=rank))
+        compiled.append(engine.compile_patches(order, window=window, rank=rank))
         return 1e3 * (time.perf_counter() - started)
 
     def first_query() -> float:
@@ -125,12 +119,12 @@ def measure_payback(
         return timed(lambda: runner.prefill_captured([runner.preamble, *segments]), runner.synchronize)
 
     compile_all()
-    compiled.results.clear()
+    compiled.clear()
     arms = {**use, "first": first_query, "compile": compile_all, "plain": plain}
     samples = take_turns(arms, num_runs=NUM_FORMING_RUNS)
     # A use that is timed next finds the patches of a compilation, not those that a query kept.
     compile_all()
-    counted = compiled.results[1:-1]
+    counted = compiled[1:-1]
     return Payback(
         num_chunks=len(order),
         num_tokens=sum(record.meta["num_tokens"] for record in records),
