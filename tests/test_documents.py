@@ -147,6 +147,16 @@ def sources() -> list[Path]:
     ]
 
 
+def test_no_docstring_cites_what_is_not_in_the_tree() -> None:
+    found = [
+        (path.relative_to(ROOT).as_posix(), what)
+        for path in sources()
+        for what in NOT_IN_THE_TREE
+        if what in path.read_text(encoding="utf-8")
+    ]
+    assert not found
+
+
 def test_a_section_that_the_code_cites_is_in_the_architecture() -> None:
     known = headings(text_of("docs/architecture.md"))
     cited = [
