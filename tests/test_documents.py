@@ -30,8 +30,6 @@ MAX_LINES, MAX_WIDTH = 250, 120
 ROOTS = ("", "docs", "kamera_cli", "store", "store/kamera_store", "tests")
 """Folders from which a path in a document may be read."""
 
-COMING = {"kamera_cli/bench/figures.py", "kamera_cli/bench/runner.py", "kamera_cli/bench/rivals.py"}
-"""Paths that the documents name before they are there."""
 
 GROUPS = ("models",)
 """Commands that have commands of their own."""
@@ -91,8 +89,6 @@ def test_every_relative_link_leads_somewhere(name: str) -> None:
         if "://" in path:
             continue
         file = ROOT / name if not path else (ROOT / name).parent / path
-        if path in COMING:
-            continue
         if not file.exists() or (
             anchor and anchor not in map(slug, headings(file.read_text(encoding="utf-8")))
         ):
@@ -101,8 +97,6 @@ def test_every_relative_link_leads_somewhere(name: str) -> None:
 
 
 def is_there(path: str) -> bool:
-    if path in COMING:
-        return True
     if path.endswith("/"):
         return any((ROOT / root / path).is_dir() for root in ROOTS)
     return any((ROOT / root / path).exists() for root in ROOTS) or ("/" not in path and path in tracked())
