@@ -134,7 +134,12 @@ def _eta(value: float | None) -> str:
 
 def _ms(samples: Json) -> str:
     """``39.7 ms [38.7–59.1]``."""
-    return f"{samples['median_ms']:.3g} ms [{samples['min_ms']:.3g}–{samples['max_ms']:.3g}]"
+    middle, low, high = (_time(samples[name]) for name in ("median_ms", "min_ms", "max_ms"))
+    return f"{middle} ms [{low}–{high}]"
+
+
+def _time(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -293,13 +298,22 @@ def _deficit(data: Json) -> list[str]:
 
 def _ttft(data: Json) -> list[str]:
     labels = {"full": "full re-encode", "reprefill": "re-prefill", "patched": "patched", "blind": "blind"}
-    columns = (">chunks", ">tokens", *(f">{label}" for label in labels.values()), ">full : patched")
+    columns = (
+        ">chunks",
+        ">tokens",
+        *(f">{label}" for label in labels.values()),
+        ">full : patched",
+        ">by CPU time",
+    )
     rows = [
         (
             str(point["num_chunks"]),
             f"{point['num_tokens']:,}",
             *(_ms(point["ttft"][arm]) for arm in labels),
             f"{point['ratio_to_full']['patched']:.1f}",
+            "–"
+            if point["cpu_ratio_to_full"]["patched"] is None
+            else f"{point['cpu_ratio_to_full']['patched']:.1f}",
         )
         for point in data["points"]
     ]
@@ -319,7 +333,8 @@ def _ttft(data: Json) -> list[str]:
         "hand to the first token id on the host; model loaded, page cache warm, arms in turn; median [min–max]. "
         f"Decoding the file again ({main['decode_ms']:.0f} ms at {main['num_chunks']} chunks) is not counted. "
         "`full re-encode` runs the vision tower and the prefill, as a prefix cache has to after a reorder; "
-        "`re-prefill` starts from stored embeddings.",
+        "`re-prefill` starts from stored embeddings. The last column is the ratio of processor times, which other work "
+        "on the machine hardly stretches.",
         table(columns, rows),
         f"Stages of patched reuse at {main['num_chunks']} chunks, medians: "
         + ", ".join(f"{name} {value:.1f} ms" for name, value in stages.items()) + ".",
