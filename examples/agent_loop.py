@@ -16,11 +16,10 @@ from statistics import median
 
 import numpy as np
 
-from kamera_cli.engine import Engine, Window
+from kamera_cli import Engine, Settings, Window
 from kamera_cli.model.generate import Chooser, decode
 from kamera_cli.model.inputs import ChunkInputs
 from kamera_cli.query.compare import reopen
-from kamera_cli.settings import Settings
 from kamera_cli.tiny.render import write_video
 from kamera_cli.tiny.vocabulary import DIGITS, LETTERS
 from kamera_cli.tiny.world import (

@@ -7,8 +7,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from kamera_cli.engine import Engine
-from kamera_cli.settings import Settings
+from kamera_cli import Engine, Settings
 
 HERE = Path(__file__).parent
 

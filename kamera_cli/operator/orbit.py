@@ -4,7 +4,7 @@
 two opposite orders stands for the set, and is factored as Δ of one order is. How much of each order's own Δ it holds is
 measured (`energy_in_order`). One V for all sets of a chunk costs half the bytes at equal rank, but 20 to 40 % more once
 each tensor has the rank that it is worth; one mean patch for all sets, as in the paper, does not hold two-hop answers
-here, whatever its rank (``kamera bench orbit`` shows them all).
+here, whatever its rank (``kamera bench orbit`` shows it).
 """
 
 from __future__ import annotations

@@ -84,7 +84,10 @@ def cut(residual: Residual, options: CompileOptions, worth: Worth | None = None)
 
 
 def factor(
-    after: Sequence[LayerKV], canonical: Sequence[LayerKV], options: CompileOptions, worth: Worth | None = None
+    after: Sequence[LayerKV],
+    canonical: Sequence[LayerKV],
+    options: CompileOptions,
+    worth: Worth | None = None,
 ) -> list[LayerPatch]:
     """`cut` from Δ of conditioned and canonical KV, position-free, of the same T tokens."""
     return cut(Residual(after, canonical), options, worth)
