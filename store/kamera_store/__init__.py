@@ -1,8 +1,8 @@
 """Durable, content-keyed storage of tensors for position-free KV caches: LMDB, zstd, checked reads.
 
-`format` says what the bytes mean and `lmdb` keeps them; neither knows the other's work. `ledger`, `states`, `find`,
-`write`, `evict` and `stats` work in one transaction each, `verify` and `rescue` look after a store. `base.Store` has
-the verbs of any store; `kvstore.KVStore` is the one on local disk. ``docs/format.md`` describes the bytes.
+`format` says what the bytes mean and `lmdb` keeps them; neither knows the other's work. `tables`, `ledger` and `states`
+work inside a transaction, `write`, `evict`, `verify` and `rescue` make theirs. `base.Store` has the verbs of any store;
+`kvstore.KVStore` is the one on local disk. ``docs/format.md`` describes the bytes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _HOMES = {
     ),
     "format.records": ("Record", "TensorBytes", "TensorInfo"),
     "base": ("State", "Store"),
-    "stats": ("Share", "Stats", "UnitUsage"),
+    "ledger": ("Share", "Stats", "UnitUsage"),
     "evict": ("Eviction", "EvictionPlan"),
-    "lmdb.data_file": ("CompactReport",),
+    "lmdb.files": ("CompactReport",),
     "verify": ("Damage", "VerifyReport"),
     "rescue": ("SalvageReport", "salvage"),
     "errors": (

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kamera_store import ledger, states
-from kamera_store.find import is_newer
-from kamera_store.format.rows import close_row
+from kamera_store import ledger, states, tables
+from kamera_store.format.header import close_row
+from kamera_store.ledger import UnitUsage
 from kamera_store.lmdb.binding import Transaction
 from kamera_store.lmdb.environment import Environment
-from kamera_store.stats import UnitUsage
 
 _EXTRA_COMMIT_KEY = b"pulse"
 
@@ -147,7 +146,7 @@ def plan_stored(
             units, used_bytes=used_bytes, now_s=now_s, to_bytes=to_bytes, older_than_s=older_than_s,
             tenant=tenant, pinned=pinned, newer=newer, protected=protected,
         )  # fmt: skip
-        found = newer.union(key for key in plan.keys if is_newer(txn, key))
+        found = newer.union(key for key in plan.keys if tables.is_newer(txn, key))
         if found == newer:
             return plan
         newer = found
@@ -161,10 +160,8 @@ def evict(env: Environment, plan: EvictionPlan) -> int:
 
     def still_due(txn: Transaction) -> list[bytes]:
         pinned = states.pinned(txn)
-        units = [due.unit for due in plan.units if pinned.isdisjoint(due.unit.keys)]
-        return [
-            key for unit in units if not any(is_newer(txn, key) for key in unit.keys) for key in unit.keys
-        ]
+        units = [due.unit.keys for due in plan.units if pinned.isdisjoint(due.unit.keys)]
+        return [key for keys in units if not any(tables.is_newer(txn, key) for key in keys) for key in keys]
 
     return remove(env, still_due) if plan.units else 0
 
@@ -176,20 +173,15 @@ def remove(env: Environment, choose: Callable[[Transaction], Iterable[bytes]]) -
         before, counted = txn.used_bytes(), 0
         for key in choose(txn):
             counted += ledger.stored_bytes_of(txn, key)
-            ledger.remove(txn, key)
+            tables.remove(txn, key)
         return max(counted, before - txn.used_bytes())
 
-    freed = env.write(action)
-    if freed:
-        release_freed_pages(env)
-    return freed
-
-
-def release_freed_pages(env: Environment) -> None:
-    """Commit once more: LMDB hands out the pages that one transaction freed only after another one."""
-
-    def action(txn: Transaction) -> None:
+    def extra_commit(txn: Transaction) -> None:
         row = close_row("format", _EXTRA_COMMIT_KEY, str(txn.id).encode())
         txn.put("format", _EXTRA_COMMIT_KEY, row)
 
-    env.write(action)
+    freed = env.write(action)
+    if freed:
+        # LMDB hands out the pages that one transaction freed only after another one.
+        env.write(extra_commit)
+    return freed

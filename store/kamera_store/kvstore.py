@@ -8,20 +8,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from kamera_store import evict, find, ledger, states, stats, write
+from kamera_store import evict, ledger, states, tables, write
 from kamera_store.base import State, Store
 from kamera_store.errors import ReadOnlyError
 from kamera_store.evict import EvictionPlan
 from kamera_store.format.header import header_checksum
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record, TensorBytes, TensorInfo
-from kamera_store.lmdb import process_registry
-from kamera_store.lmdb.data_file import CompactReport
+from kamera_store.ledger import Stats, UnitUsage
+from kamera_store.lmdb import environment
 from kamera_store.lmdb.environment import Environment
-from kamera_store.stats import Stats, UnitUsage
+from kamera_store.lmdb.files import CompactReport
 
 if TYPE_CHECKING:
-    from kamera_store.format.payload import FetchedLayer, Stored
+    from kamera_store.format.payload import Fetched
     from kamera_store.verify import VerifyReport
 
 
@@ -77,7 +77,7 @@ class KVStore(Store):
         """
         if quota_bytes is not None:
             write.require_quota(quota_bytes)
-        env = process_registry.acquire(
+        env = environment.acquire(
             path, create=create and not read_only, read_only=read_only, map_bytes=map_bytes
         )
         store = cls(env, read_only)
@@ -93,7 +93,7 @@ class KVStore(Store):
         """Give the store back. The last handle of the process closes the data file."""
         if not self._closed:
             self._closed = True
-            process_registry.release(self.environment)
+            environment.release(self.environment)
 
     @property
     def path(self) -> str:
@@ -162,26 +162,26 @@ class KVStore(Store):
     def get(self, key: bytes) -> Record | None:
         """The record under a key whoever owns it, or None; see `Store.get`."""
         with self.environment.read() as txn:
-            return find.under(txn, bytes(key))
+            return tables.under(txn, bytes(key))
 
     def resolve(self, prefix: str, kind: str | None = None, tenant: str | None = None) -> list[Record]:
         """Records whose id begins with a hex prefix, in id order; see `Store.resolve`."""
         with self.environment.read() as txn:
-            return find.resolve(txn, prefix, kind, tenant)
+            return tables.resolve(txn, prefix, kind, tenant)
 
     def iterate(self, kind: str | None = None, tenant: str | None = None) -> Iterator[Record]:
         """All readable records in id order, in short transactions; see `Store.iterate`."""
-        return find.iterate(self.environment, kind, tenant)
+        return tables.iterate(self.environment, kind, tenant)
 
     def patches_of(self, chunk_key: bytes, tenant: str | None = None) -> list[Record]:
         """Patches of a chunk."""
         with self.environment.read() as txn:
-            return find.linked(txn, ledger.CHUNK, bytes(chunk_key), tenant)
+            return tables.linked(txn, tables.CHUNK, bytes(chunk_key), tenant)
 
     def patches_naming(self, antecedent_key: bytes, tenant: str | None = None) -> list[Record]:
         """Patches that have a chunk among their antecedents."""
         with self.environment.read() as txn:
-            return find.linked(txn, ledger.ANTECEDENT, bytes(antecedent_key), tenant)
+            return tables.linked(txn, tables.ANTECEDENT, bytes(antecedent_key), tenant)
 
     def writings(self, keys: Iterable[bytes]) -> dict[bytes, int | None]:
         """By key, which writing of a record stands, in one short transaction; see `Store.writings`."""
@@ -201,41 +201,29 @@ class KVStore(Store):
         def choose(now: Record) -> Iterable[TensorInfo]:
             return now.tensors if wanted is None else [now.tensor(name, layer) for name, layer in wanted]
 
-        return {(tensor.name, tensor.layer): tensor for tensor in self._read(record, choose)}
+        return {
+            (tensor.name, tensor.layer): tensor for tensor in self._fetched([record], choose)[0].tensors()
+        }
 
     def read_layer(self, record: Record, layer: int) -> dict[str, TensorBytes]:
         """All tensors of one layer by name; checks and errors as in `read`."""
-        return {tensor.name: tensor for tensor in self._read(record, lambda now: now.layer_tensors(layer))}
+        return self.fetch_layer([record], layer)[0].decode()
 
-    def _read(self, record: Record, choose: Callable[[Record], Iterable[TensorInfo]]) -> list[TensorBytes]:
-        from kamera_store.format import payload
-
-        with self.environment.read() as txn:
-            now = find.current(txn, record)
-            fetched = payload.fetch(now, choose(now), find.segment_reader(txn, now.key))
-        self._count(fetched)
-        return [payload.decode(now, info, stored) for info, stored in fetched]
-
-    def fetch_layer(self, records: Iterable[Record], layer: int) -> list[FetchedLayer]:
+    def fetch_layer(self, records: Iterable[Record], layer: int) -> list[Fetched]:
         """Copy one layer of many records out of the map in one short transaction, for decoding afterwards.
 
         Reading and decompressing can so be timed apart, and overlap between layers. Errors as in `read`.
         """
-        from kamera_store.format.payload import FetchedLayer, fetch
+        return self._fetched(records, lambda now: now.layer_tensors(layer))
 
-        layers = []
+    def _fetched(
+        self, records: Iterable[Record], choose: Callable[[Record], Iterable[TensorInfo]]
+    ) -> list[Fetched]:
         with self.environment.read() as txn:
-            for record in records:
-                now = find.current(txn, record)
-                pieces = fetch(now, now.layer_tensors(layer), find.segment_reader(txn, now.key))
-                layers.append(FetchedLayer(now, pieces))
-        for fetched in layers:
-            self._count(fetched.pieces)
-        return layers
-
-    def _count(self, fetched: list[Stored]) -> None:
+            fetched = [tables.fetch(txn, record, choose) for record in records]
         with self._counting:
-            self.bytes_read += sum(info.stored_bytes for info, _ in fetched)
+            self.bytes_read += sum(one.num_bytes for one in fetched)
+        return fetched
 
     # Use and deletion
 
@@ -273,13 +261,13 @@ class KVStore(Store):
     def units(self) -> list[UnitUsage]:
         """All media units with their sizes, costs and last use."""
         with self.environment.read() as txn:
-            return stats.group_units(ledger.usages(txn))
+            return ledger.group_units(ledger.usages(txn))
 
     def stats(self) -> Stats:
         """Counts and bytes by kind and tenant, and the room inside and outside the data file."""
         env = self.environment
         with env.read() as txn:
-            return stats.gather(txn, env.file_bytes(), env.map_bytes(), write.quota_of(txn))
+            return ledger.gather(txn, env.file_bytes(), env.map_bytes(), write.quota_of(txn))
 
     def plan_eviction(
         self,
@@ -291,7 +279,7 @@ class KVStore(Store):
     ) -> EvictionPlan:
         """What would be evicted (`evict.plan_eviction`); `to_bytes` limits `Stats.stored_bytes`."""
         with self.environment.read() as txn:
-            units = stats.group_units(ledger.usages(txn))
+            units = ledger.group_units(ledger.usages(txn))
             return evict.plan_stored(
                 txn,
                 units,

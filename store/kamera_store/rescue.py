@@ -9,21 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kamera_store import find, ledger, write
-from kamera_store.errors import (
-    DamagedError,
-    FormatVersionError,
-    KameraStoreError,
-    NotAStoreError,
-)
-from kamera_store.format import payload
-from kamera_store.format.header import decode_header
+from kamera_store import ledger, tables
+from kamera_store.errors import DamagedError, FormatVersionError, KameraStoreError, NotAStoreError
+from kamera_store.format.header import decode_header, open_row
 from kamera_store.format.records import Record
-from kamera_store.format.rows import open_row
-from kamera_store.lmdb import process_registry
+from kamera_store.kvstore import KVStore
 from kamera_store.lmdb.binding import Transaction
-from kamera_store.lmdb.data_file import child_command
 from kamera_store.lmdb.environment import Environment
+from kamera_store.lmdb.files import child_command
 
 _MAX_DEATHS = 1000
 
@@ -75,11 +68,7 @@ def salvage(
     source, target = os.path.realpath(source), os.path.realpath(target)
     if os.path.lexists(target):
         raise NotAStoreError(target, "something stands there already; a rescue needs a new folder")
-    env = process_registry.acquire(target, create=True, read_only=False, map_bytes=None)
-    try:
-        write.settle_quota(env, None)
-    finally:
-        process_registry.release(env)
+    KVStore.open(target).close()
     records = {key[:16] for table in ("records", "ledger", "segments") for key in _list(source, table)}
     work = [f"records {key.hex()}" for key in sorted(records)]
     work += [f"state {key.hex()}" for key in sorted(_list(source, "state"))]
@@ -134,20 +123,17 @@ def list_keys(source: str, table: str) -> None:
 def copy_entries(source: str, target: str) -> None:
     """Body of a child: copy the entries named on stdin and say for each whether it was saved."""
     damaged = Environment.unchecked(source)
-    env = process_registry.acquire(target, create=False, read_only=False, map_bytes=None)
-    try:
+    with KVStore.open(target, create=False) as store:
         for line in sys.stdin:
             table, key = line.split()
             copy = _copy_record if table == "records" else _copy_state
             try:
-                copy(damaged, env, bytes.fromhex(key))
+                copy(damaged, store.environment, bytes.fromhex(key))
                 answer = "saved"
             except KameraStoreError:
                 answer = "lost"
             sys.stdout.write(answer + "\n")
             sys.stdout.flush()
-    finally:
-        process_registry.release(env)
 
 
 def _copy_record(source: Environment, target: Environment, key: bytes) -> None:
@@ -159,16 +145,16 @@ def _copy_record(source: Environment, target: Environment, key: bytes) -> None:
         except FormatVersionError:
             _copy_as_it_stands(txn, target, key)
             return
-        payload.require_sound(record, find.segment_reader(txn, key), len(segments))
+        tables.require_sound(txn, record)
         usage = _usage(txn, record, len(header))
-    target.write(lambda txn: ledger.put_record(txn, record, header, segments, usage))
+    target.write(lambda txn: tables.put_record(txn, record, header, segments, usage))
 
 
 def _copy_as_it_stands(source: Transaction, target: Environment, key: bytes) -> None:
     """Copy the rows of a record that only a newer program understands; a ledger row that is damaged stays behind."""
     rows = [("records", key, bytes(source.get("records", key) or b""))]
     rows += [("segments", name, bytes(value)) for name, value in source.scan("segments", key)]
-    rows += [("links", link, b"") for link in ledger.links_from(source, key)]
+    rows += [("links", link, b"") for link in tables.links_from(source, key)]
     row = source.get("ledger", key)
     with contextlib.suppress(DamagedError):
         if row is not None:
@@ -183,11 +169,10 @@ def _copy_as_it_stands(source: Transaction, target: Environment, key: bytes) -> 
 
 
 def _usage(txn: Transaction, record: Record, header_bytes: int) -> ledger.Usage:
-    row = txn.get("ledger", record.key)
     try:
-        return ledger.decode_usage(record.key, b"" if row is None else row)
+        return ledger.decode_usage(record.key, txn.get("ledger", record.key))
     except DamagedError:
-        return ledger.usage_of(record, header_bytes, record.created_s)
+        return ledger.usage_of(record, header_bytes)
 
 
 def _copy_state(source: Environment, target: Environment, key: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kamera_store.base import State
 from kamera_store.errors import ConflictError, DamagedError
-from kamera_store.format.rows import close_row, open_row, parse_json, strict_json
+from kamera_store.format.header import close_row, open_row, parse_json, strict_json
 from kamera_store.lmdb.binding import Transaction
 
 _VERSION = struct.Struct("<Q")

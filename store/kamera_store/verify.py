@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kamera_store import find, ledger, states
+from kamera_store import ledger, states, tables
 from kamera_store.errors import (
     UNREADABLE,
     DamagedError,
@@ -16,11 +16,11 @@ from kamera_store.errors import (
     MissingRecordError,
     StoreDamagedError,
 )
-from kamera_store.format import payload, rows
-from kamera_store.format.header import decode_header
-from kamera_store.lmdb import data_file
+from kamera_store.format.header import close_row, decode_header, open_row
+from kamera_store.format.records import Record
 from kamera_store.lmdb.binding import Transaction
 from kamera_store.lmdb.environment import Environment
+from kamera_store.lmdb.files import walk_in_child
 
 _KEPT_HEADER_BYTES = 64 << 10
 
@@ -99,7 +99,7 @@ def verify(
         If a walk through the data file, made in a child process first, does not come to its end; `salvage`
         saves what can be read.
     """
-    failure = data_file.walk_in_child(env.folder, touch_values=True, writable=not env.read_only)
+    failure = walk_in_child(env.folder, touch_values=True, writable=not env.read_only)
     if failure is not None:
         raise StoreDamagedError(env.folder, "data file", "a readable tree", failure)
     with env.read() as txn:
@@ -132,17 +132,19 @@ def verify(
 def _check_record(env: Environment, key: bytes) -> int:
     """Payload bytes of a sound record; raises what is wrong with it."""
     with env.read() as txn:
-        record = find.under(txn, key)
+        record = tables.under(txn, key)
         if record is None:
             raise MissingRecordError(key)
-        payload.require_sound(record, find.segment_reader(txn, key), find.count_segments(txn, key))
+        tables.require_sound(txn, record)
     for info in record.tensors:
-        with env.read() as txn:
-            now = find.current(txn, record)
-            row = now.tensor(info.name, info.layer)
-            ((_, stored),) = payload.fetch(now, [row], find.segment_reader(txn, key))
-        payload.decode(now, row, stored)
+        _check_tensor(env, record, info.name, info.layer)
     return record.payload_bytes
+
+
+def _check_tensor(env: Environment, record: Record, name: str, layer: int) -> None:
+    with env.read() as txn:
+        fetched = tables.fetch(txn, record, lambda now: [now.tensor(name, layer)])
+    fetched.tensors()
 
 
 def _set_aside(env: Environment, table: str, error: DamagedError, key: bytes, moving: bool) -> Damage:
@@ -161,8 +163,8 @@ def _move(txn: Transaction, key: bytes, error: DamagedError) -> None:
         "what": error.what, "expected": str(error.expected), "found": str(error.found), "time_s": time.time(),
         "header": None if header is None else bytes(header[:_KEPT_HEADER_BYTES]).hex(),
     }  # fmt: skip
-    ledger.remove(txn, key)
-    txn.put("quarantine", key, rows.close_row("quarantine", key, json.dumps(note, sort_keys=True).encode()))
+    tables.remove(txn, key)
+    txn.put("quarantine", key, close_row("quarantine", key, json.dumps(note, sort_keys=True).encode()))
 
 
 def _check_rows(env: Environment, newer: set[bytes], moving: bool) -> list[Damage]:
@@ -178,7 +180,8 @@ def _check_rows(env: Environment, newer: set[bytes], moving: bool) -> list[Damag
         wanted: set[bytes] = set()
         for key in records - newer:
             with contextlib.suppress(*UNREADABLE):
-                wanted.update(ledger.links_of(decode_header(key, txn.get("records", key) or b"")))
+                record = tables.under(txn, key)
+                wanted.update(() if record is None else tables.links_of(record))
         links = {link for link in txn.keys("links") if link[17:] not in newer}
         for table in ("state", "format", "quarantine"):
             for key, value in txn.scan(table):
@@ -186,7 +189,7 @@ def _check_rows(env: Environment, newer: set[bytes], moving: bool) -> list[Damag
                     if table == "state":
                         states.parse(key, value)
                     else:
-                        rows.open_row(table, key, value)
+                        open_row(table, key, value)
                 except DamagedError as error:
                     found.append(_damage(table, key, error, False))
     for key, row in ledger_rows.items():
@@ -202,8 +205,6 @@ def _check_rows(env: Environment, newer: set[bytes], moving: bool) -> list[Damag
 
 
 def _ledger_error(key: bytes, value: bytes | None, owned: bool) -> DamagedError | None:
-    if value is None:
-        return DamagedError(key, "ledger row", "a row", "nothing")
     if not owned:
         return DamagedError(key, "ledger row", "a record", "none")
     try:
@@ -226,4 +227,4 @@ def _mend(txn: Transaction, damages: list[Damage]) -> None:
             continue
         with contextlib.suppress(*UNREADABLE):
             record = decode_header(key, header)
-            ledger.put_row(txn, ledger.usage_of(record, len(header), record.created_s), record)
+            tables.put_row(txn, ledger.usage_of(record, len(header)), record)

@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kamera_store import evict, find, ledger, stats
+from kamera_store import evict, ledger, tables
 from kamera_store.base import is_same
 from kamera_store.errors import DamagedError, DamagedRecordWarning, NoRoomError
-from kamera_store.format import rows
+from kamera_store.format.header import close_row, open_row
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import references
 from kamera_store.format.segments import needed_bytes
@@ -77,15 +77,15 @@ def _put_in(txn: Transaction, prepared: Prepared, replace: bool, evicting: bool 
     record = prepared.record
     if _keeps_what_stands(txn, Identity(record.kind, record.key, record.digest), record.tenant, replace):
         return False
-    ledger.remove(txn, record.key)
+    tables.remove(txn, record.key)
     if evicting:
         for key in plan_room(txn, prepared).keys:
-            ledger.remove(txn, key)
+            tables.remove(txn, key)
     used, quota = txn.used_bytes(), quota_of(txn)
     if not evicting and used + prepared.needed_bytes > quota - reserve(quota):
         raise _ShortageError
     usage = ledger.usage_of(record, len(prepared.header), time.time())
-    ledger.put_record(txn, record, prepared.header, prepared.segments(), usage)
+    tables.put_record(txn, record, prepared.header, prepared.segments(), usage)
     return True
 
 
@@ -97,16 +97,14 @@ def _keeps_what_stands(txn: Transaction, identity: Identity, tenant: str, replac
     FormatVersionError
         If a newer program wrote it: nobody here can tell what it is.
     """
-    from kamera_store.format.payload import require_sound
-
     try:
-        record = find.under(txn, identity.key)
+        record = tables.under(txn, identity.key)
         if record is None:
             return False
         if is_same(record, identity, tenant):
             if replace:
                 return False
-            require_sound(record, find.segment_reader(txn, record.key), find.count_segments(txn, record.key))
+            tables.require_sound(txn, record)
     except DamagedError as error:
         warnings.warn(f"{error}; written again", DamagedRecordWarning, stacklevel=4)
         return False
@@ -135,13 +133,13 @@ def settle_quota(env: Environment, wanted: int | None) -> None:
 
 def store_quota(env: Environment, quota_bytes: int) -> None:
     """Keep another limit."""
-    row = rows.close_row("format", _QUOTA_KEY, str(int(quota_bytes)).encode())
+    row = close_row("format", _QUOTA_KEY, str(int(quota_bytes)).encode())
     env.write(lambda txn: txn.put("format", _QUOTA_KEY, row))
 
 
 def _stored_quota(txn: Transaction) -> int | None:
     value = txn.get("format", _QUOTA_KEY)
-    return None if value is None else int(rows.open_row("format", _QUOTA_KEY, value))
+    return None if value is None else int(open_row("format", _QUOTA_KEY, value))
 
 
 def quota_of(txn: Transaction) -> int:
@@ -185,7 +183,7 @@ def plan_room(txn: Transaction, prepared: Prepared) -> evict.EvictionPlan:
     protected = {(record.tenant, record.unit)} | {
         (row.tenant, row.unit) for row in usages if row.key in named
     }
-    units, aim = stats.group_units(usages), limit - prepared.needed_bytes
+    units, aim = ledger.group_units(usages), limit - prepared.needed_bytes
     for slack in (min(limit // 32, max(0, aim)), 0):
         plan = evict.plan_stored(
             txn,

@@ -8,10 +8,9 @@ from typing import Any, Literal
 from kamera_store.base import State, Store, is_same
 from kamera_store.errors import ConflictError, DamagedError, MissingRecordError
 from kamera_store.format import payload
-from kamera_store.format.header import decode_header
+from kamera_store.format.header import decode_header, parse_json, strict_json
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record, TensorBytes
-from kamera_store.format.rows import parse_json, strict_json
 
 
 class MemoryStore(Store):

@@ -18,7 +18,7 @@ from kamera_store import (
     StoreRefusedError,
 )
 from kamera_store.evict import release_freed_pages
-from kamera_store.lmdb import binding, data_file, environment, folder_check
+from kamera_store.lmdb import binding, environment, files
 
 MIB = 1 << 20
 
@@ -149,7 +149,7 @@ def test_compact_checks_the_disk_for_the_copy(store, kit, monkeypatch):
 
 @pytest.mark.parametrize("fstype", ["nfs4", "lustre", "9p", "fuse.sshfs", "NFS", "cifs"])
 def test_network_file_systems_are_refused_in_one_line(folder, monkeypatch, fstype):
-    monkeypatch.setattr(folder_check, "file_system_of", lambda path: fstype)
+    monkeypatch.setattr(files, "file_system_of", lambda path: fstype)
     with pytest.raises(StoreRefusedError) as caught:
         KVStore.open(folder)
     assert (
@@ -159,7 +159,7 @@ def test_network_file_systems_are_refused_in_one_line(folder, monkeypatch, fstyp
 
 @pytest.mark.parametrize("fstype", ["ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "unknown"])
 def test_local_file_systems_are_taken(fstype):
-    assert not folder_check.refused_file_system(fstype)
+    assert not files.refused_file_system(fstype)
 
 
 def test_the_innermost_mount_decides_and_names_with_spaces_are_read():
@@ -171,10 +171,10 @@ def test_the_innermost_mount_decides_and_names_with_spaces_are_read():
             "x /dat 9p rw 0 0",
         ]
     )
-    assert folder_check.file_system_of("/home/x", table) == "ext4"
-    assert folder_check.file_system_of("/data/store", table) == "nfs4"
-    assert folder_check.file_system_of("/data/my disk/store", table) == "xfs"
-    assert folder_check.file_system_of("/database", table) == "ext4"
+    assert files.file_system_of("/home/x", table) == "ext4"
+    assert files.file_system_of("/data/store", table) == "nfs4"
+    assert files.file_system_of("/data/my disk/store", table) == "xfs"
+    assert files.file_system_of("/database", table) == "ext4"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_file_cut_behind_the_last_live_page_still_opens(folder, kit):
             kit.put_chunk(store, n, tensors=[kit.noise(500_000, n)])
         store.delete([kit.identity_of(5).key])
         release_freed_pages(store.environment)
-    data = data_file.read_data_file(str(folder))
+    data = files.read_data_file(str(folder))
     live = data.needed_bytes - 100 * 4096
     os.truncate(folder / "data.mdb", live)
     with KVStore.open(folder) as store:
@@ -351,7 +351,7 @@ def test_other_things_at_the_path_are_no_store(tmp_path, kit):
 
 
 def test_store_of_another_format_version_is_refused(folder, raw):
-    from kamera_store.format.rows import close_row
+    from kamera_store.format.header import close_row
 
     KVStore.open(folder).close()
     with raw(folder) as access:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from kamera_store import KVStore
-from kamera_store.lmdb import data_file, folder_check
+from kamera_store.lmdb import files
 
 NUM_KILLS = int(os.environ.get("KAMERA_TEST_KILLS", "6"))
 
@@ -79,7 +79,7 @@ def test_kill_during_compact_leaves_a_whole_store(folder, kit, spawn):
         child.send_signal(signal.SIGKILL)
         child.wait()
         with KVStore.open(folder) as store:
-            assert not [name for name in os.listdir(folder) if name.startswith(folder_check.SCRATCH_PREFIX)]
+            assert not [name for name in os.listdir(folder) if name.startswith(files.SCRATCH_PREFIX)]
             assert store.stats().count == 12 and store.verify().ok
 
 
@@ -107,7 +107,7 @@ def test_reader_killed_in_a_transaction_does_not_hold_pages_for_ever(folder, kit
 
 def test_seal_is_there_after_a_clean_end_and_gone_while_in_use(folder, kit, monkeypatch):
     walked = []
-    monkeypatch.setattr(data_file, "walk_in_child", lambda *args, **kw: walked.append(args))
+    monkeypatch.setattr(files, "walk_in_child", lambda *args, **kw: walked.append(args))
     with KVStore.open(folder) as store:
         assert not (folder / "seal").exists()
         kit.put_chunk(store, 1)

@@ -8,7 +8,7 @@ import pytest
 
 from kamera_store import KVStore, NoRoomError
 from kamera_store.evict import plan_eviction
-from kamera_store.stats import UnitUsage
+from kamera_store.ledger import UnitUsage
 
 MIB = 1 << 20
 

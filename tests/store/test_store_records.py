@@ -83,9 +83,9 @@ def test_prefixes_resolve_whole_and_half_bytes(store, kit):
 
 
 def test_iteration_in_batches_visits_all_once_while_others_write(store, kit, monkeypatch):
-    from kamera_store import find
+    from kamera_store import tables
 
-    monkeypatch.setattr(find, "_BATCH", 3)
+    monkeypatch.setattr(tables, "_BATCH", 3)
     idents = {kit.put_chunk(store, n).id for n in range(20)}
     seen = []
     for number, record in enumerate(store.iterate()):

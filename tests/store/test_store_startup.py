@@ -1,4 +1,4 @@
-"""Listing commands must not wait for libraries that they do not need."""
+"""Listing commands load no library that they do not need."""
 
 from __future__ import annotations
 
@@ -9,31 +9,25 @@ import kamera_store
 from kamera_store import KVStore
 
 CODE = """
-import sys, time
-start = time.process_time()
+import sys
 from kamera_store import KVStore
 with KVStore.open(sys.argv[1], read_only=sys.argv[2] == "r") as store:
     stats = store.stats()
     ids = [record.id for record in store.iterate()]
-took = time.process_time() - start
 assert len(ids) == 5 and stats.count == 5
-heavy = {"torch", "numpy", "zstandard", "rich", "transformers", "subprocess"} & set(sys.modules)
-print(took * 1000, sorted(heavy))
+heavy = {"torch", "numpy", "zstandard", "rich", "transformers", "subprocess"}
+unneeded = {"kamera_store.verify", "kamera_store.rescue", "kamera_store.format.payload", "kamera_store.format.codec"}
+print(sorted((heavy | unneeded) & set(sys.modules)))
 """
 
 
-def test_listing_loads_neither_torch_nor_numpy_and_is_quick(folder, kit):
+def test_listing_loads_neither_numpy_nor_torch_nor_what_encodes_and_repairs(folder, kit):
     with KVStore.open(folder) as store:
         for n in range(5):
             kit.put_chunk(store, n)
-    times = []
-    for mode in "rwr":
+    for mode in "rw":
         done = kit.run_python(CODE, str(folder), mode)
-        assert done.returncode == 0, done.stderr
-        took, heavy = done.stdout.split(" ", 1)
-        assert heavy.strip() == "[]"
-        times.append(float(took))
-    assert min(times) < 150
+        assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_each_foreign_library_is_imported_in_one_file():

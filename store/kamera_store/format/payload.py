@@ -133,21 +133,24 @@ def decode(record: Record, info: TensorInfo, stored: np.ndarray) -> TensorBytes:
 
 
 @dataclass(frozen=True)
-class FetchedLayer:
-    """Stored bytes of one layer of a record, not yet checked against their checksums."""
+class Fetched:
+    """Stored bytes of some tensors of a record, not yet checked against their checksums."""
 
     record: Record
     pieces: list[Stored]
 
-    def decode(self) -> dict[str, TensorBytes]:
-        """Check and decompress: tensors by name.
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes of all of them."""
+        return sum(info.stored_bytes for info, _ in self.pieces)
 
-        Raises
-        ------
-        DamagedError
-            If any check fails.
-        """
-        return {info.name: decode(self.record, info, stored) for info, stored in self.pieces}
+    def tensors(self) -> list[TensorBytes]:
+        """Check and decompress; DamagedError if any check fails."""
+        return [decode(self.record, info, stored) for info, stored in self.pieces]
+
+    def decode(self) -> dict[str, TensorBytes]:
+        """`tensors` by name, for pieces of one layer."""
+        return {tensor.name: tensor for tensor in self.tensors()}
 
 
 def require_sound(record: Record, segment_of: SegmentOf, found_segments: int) -> None:

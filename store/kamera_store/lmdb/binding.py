@@ -19,9 +19,8 @@ from kamera_store.errors import (
     StoreDamagedError,
     StoreRefusedError,
 )
-from kamera_store.format import rows
-from kamera_store.lmdb.data_file import BLOCK_BYTES, DataFile
-from kamera_store.lmdb.folder_check import DATA_FILE
+from kamera_store.format.header import close_row, open_row
+from kamera_store.lmdb.files import BLOCK_BYTES, DATA_FILE, DataFile
 
 FORMAT_VERSION = 1
 DEFAULT_MAP_BYTES = 1 << 30
@@ -110,26 +109,23 @@ class Transaction:
         self, table: str, prefix: bytes = b"", start: bytes | None = None
     ) -> Iterator[tuple[bytes, memoryview]]:
         """Keys and values in key order, from `start` or the prefix on, as long as keys have the prefix."""
-        with self._raw.cursor(db=self._tables[table]) as cursor:
-            first = prefix if start is None else start
-            if not (cursor.set_range(first) if first else cursor.first()):
-                return
-            for key, value in cursor:
-                key = bytes(key)
-                if not key.startswith(prefix):
-                    return
-                yield key, value
+        first = prefix if start is None else start
+        return ((key, cursor.value()) for key, cursor in self._walk(table, prefix, first))
 
     def keys(self, table: str, prefix: bytes = b"") -> Iterator[bytes]:
         """Keys with a prefix in order, values untouched."""
+        return (key for key, _ in self._walk(table, prefix, prefix))
+
+    def _walk(self, table: str, prefix: bytes, first: bytes) -> Iterator[tuple[bytes, Any]]:
+        """Keys with a prefix, from the first one on, and the cursor that stands at each."""
         with self._raw.cursor(db=self._tables[table]) as cursor:
-            if not (cursor.set_range(prefix) if prefix else cursor.first()):
+            if not (cursor.set_range(first) if first else cursor.first()):
                 return
-            for key in cursor.iternext(values=False):
-                key = bytes(key)
+            for view in cursor.iternext(values=False):
+                key = bytes(view)
                 if not key.startswith(prefix):
                     return
-                yield key
+                yield key, cursor
 
     def count(self, table: str) -> int:
         """Number of keys in a table."""
@@ -222,7 +218,7 @@ def _made_tables(handle: Handle) -> Tables:
     with handle.begin(write=True) as raw:
         tables = {name: handle.open_db(name.encode(), raw) for name in TABLES}
         if raw.get(_VERSION_KEY, db=tables["format"]) is None:
-            row = rows.close_row("format", _VERSION_KEY, str(FORMAT_VERSION).encode())
+            row = close_row("format", _VERSION_KEY, str(FORMAT_VERSION).encode())
             raw.put(_VERSION_KEY, row, db=tables["format"])
     return tables
 
@@ -230,7 +226,7 @@ def _made_tables(handle: Handle) -> Tables:
 def _require_version(folder: str, value: bytes | None) -> None:
     if value is None:
         raise NotAStoreError(folder, "a database without a format version")
-    version = rows.open_row("format", _VERSION_KEY, value).decode("ascii", "replace")
+    version = open_row("format", _VERSION_KEY, value).decode("ascii", "replace")
     if version != str(FORMAT_VERSION):
         raise FormatVersionError(version, FORMAT_VERSION, f"store {folder}")
 

@@ -1,7 +1,8 @@
-"""One store as this process has it open: its map, its transactions, how the map grows and the file shrinks."""
+"""One store as this process has it open: its map, its transactions, growth, and what a fork does to it."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import threading
@@ -10,10 +11,9 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from kamera_store.errors import NoRoomError, ReadOnlyError, StoreBusyError, StoreRefusedError
-from kamera_store.lmdb import binding, data_file, folder_check
+from kamera_store.lmdb import binding, files
 from kamera_store.lmdb.binding import Transaction
-from kamera_store.lmdb.data_file import CompactReport, DataFile
-from kamera_store.lmdb.folder_check import DATA_FILE
+from kamera_store.lmdb.files import DATA_FILE, CompactReport, DataFile
 from kamera_store.lmdb.locks import MapLatch, StoreLock
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ _abandoned: list[object] = []
 class Environment:
     """One LMDB environment, shared by all stores that this process opens on one path.
 
-    Get one with `process_registry.acquire` and give it back with `process_registry.release`.
+    Get one with `acquire` and give it back with `release`.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Environment:
         Made for a process that may die from it. It is not shared; end the process to close it.
         """
         env = cls(folder, True, None)
-        env._map(data_file.read_data_file(folder))
+        env._map(files.read_data_file(folder))
         return env
 
     # Opening and closing
@@ -68,17 +68,17 @@ class Environment:
         NotAStoreError, StoreRefusedError, StoreDamagedError, FormatVersionError
             As the folder and its data file deserve.
         """
-        folder_check.prepare_folder(self.folder, create and not self.read_only)
-        folder_check.require_local(self.folder)
+        files.prepare_folder(self.folder, create and not self.read_only)
+        files.require_local(self.folder)
         lock = self._lock = self._new_lock()
         try:
             alone = lock is not None and lock.try_alone()
             if lock is not None and not alone:
                 lock.share()
-            data = data_file.check_data_file(self.folder, alone=alone, read_only=self.read_only)
+            data = files.check_data_file(self.folder, alone=alone, read_only=self.read_only)
             if alone:
-                data_file.remove_scratch(self.folder)
-                data_file.unseal(self.folder)
+                files.remove_scratch(self.folder)
+                files.unseal(self.folder)
             self._map(data)
             if lock is not None and alone:
                 lock.share()
@@ -115,7 +115,7 @@ class Environment:
             return
         self._unmap()
         if self._lock is not None and self._lock.try_alone():
-            data_file.seal(self.folder)
+            files.seal(self.folder)
         self._drop_handles()
 
     def _map(self, data: DataFile | None) -> None:
@@ -243,10 +243,10 @@ class Environment:
         """
         self._require_writable()
         with self.read() as txn:
-            needed = txn.used_bytes() + 64 * data_file.BLOCK_BYTES
+            needed = txn.used_bytes() + 64 * files.BLOCK_BYTES
         with self._alone() as handle:
             try:
-                with data_file.scratch_folder(self.folder) as scratch:
+                with files.scratch_folder(self.folder) as scratch:
                     before, free = self.file_bytes(), shutil.disk_usage(self.folder).free
                     if free < needed:
                         raise NoRoomError(needed, free, "disk, for the compact copy")
@@ -254,14 +254,14 @@ class Environment:
                         handle.copy(scratch, compact=True)
                     copied = os.path.join(scratch, DATA_FILE)
                     os.chmod(copied, 0o600)
-                    data_file.sync(copied)
+                    files.sync(copied)
                     after = os.stat(copied).st_size
                     self._unmap()
                     os.replace(copied, os.path.join(self.folder, DATA_FILE))
-                    data_file.sync(self.folder)
+                    files.sync(self.folder)
             finally:
                 if self._mapped is None:
-                    self._map(data_file.read_data_file(self.folder))
+                    self._map(files.read_data_file(self.folder))
         return CompactReport(before, after)
 
     def _grow(self) -> None:
@@ -282,7 +282,7 @@ class Environment:
             # LMDB unmapped the old map before it failed to make the new one.
             self._unmap()
             self._map_bytes = old
-            self._map(data_file.read_data_file(self.folder))
+            self._map(files.read_data_file(self.folder))
             raise StoreRefusedError(
                 f"store {self.folder} cannot map {size or 'more'} bytes of address space ({error}); "
                 "raise the limit (ulimit -v)"
@@ -347,3 +347,73 @@ class _Reading:
         if isinstance(error, binding.AnyError):
             with binding.translated(self._env.folder):
                 raise error
+
+
+# One environment for each path and process
+
+_open: dict[str, Environment] = {}
+_lock = threading.Lock()
+
+
+def acquire(
+    path: str | os.PathLike[str], *, create: bool, read_only: bool, map_bytes: int | None
+) -> Environment:
+    """The process's environment for a path, opened if it is not yet.
+
+    Raises
+    ------
+    NotAStoreError, StoreRefusedError, StoreDamagedError, FormatVersionError
+        As the folder and its data file deserve.
+    """
+    folder = os.path.realpath(os.path.expanduser(os.fspath(path)))
+    with _lock:
+        env = _open.get(folder)
+        if env is None:
+            env = Environment(folder, read_only, map_bytes)
+            env.open(create)
+            _open[folder] = env
+        elif env.read_only and not read_only:
+            env.reopen_writable(create)
+        env.users += 1
+        return env
+
+
+def release(env: Environment) -> None:
+    """Give an environment back; the last user closes it."""
+    with _lock:
+        env.users -= 1
+        if env.users == 0:
+            _open.pop(env.folder, None)
+            env.close_for_good()
+
+
+def _before_fork() -> None:
+    """Let the transactions of all threads end first: what the child inherits is then at rest."""
+    _lock.acquire()
+    for env in _open.values():
+        env.pause()
+
+
+def _after_fork_in_parent() -> None:
+    for env in _open.values():
+        env.resume()
+    _lock.release()
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for env in _open.values():
+        env.abandon()
+
+
+def _close_all() -> None:
+    for env in list(_open.values()):
+        _open.pop(env.folder, None)
+        env.close()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)
+atexit.register(_close_all)

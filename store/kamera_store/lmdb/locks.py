@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kamera_store.lmdb.folder_check import STORE_LOCK_FILE
+from kamera_store.lmdb.files import STORE_LOCK_FILE
 
 
 class MapLatch:
