@@ -19,15 +19,7 @@ from kamera_store.format.records import Record, TensorBytes, references
 
 @dataclass(frozen=True)
 class State:
-    """A stored small value and its version.
-
-    Attributes
-    ----------
-    value : dict
-        Strict JSON.
-    version : int
-        Grows with every write.
-    """
+    """A stored small value, strict JSON, and its version, which grows with every write."""
 
     value: dict[str, Any]
     version: int
@@ -105,15 +97,8 @@ class Store(ABC):
     def put_all(self, items: Sequence[Mapping[str, Any]], *, replace: bool = False) -> None:
         """Store several records, in one step where the store can, else one by one.
 
-        Parameters
-        ----------
-        items : sequence of mapping
-            Keyword arguments of `put` each, without ``replace``.
-
-        Raises
-        ------
-        NoRoomError
-            As `put`; the records before it then stay.
+        Each item has the keyword arguments of `put`, without ``replace``. Errors as in `put`; the records before the
+        failing one then stay.
         """
         for item in items:
             self.put(**item, replace=replace)
@@ -126,10 +111,8 @@ class Store(ABC):
 
         Raises
         ------
-        DamagedError
-            If the stored header is damaged; `NotAKameraEntryError` if it is none.
-        FormatVersionError
-            If a newer program wrote it.
+        DamagedError, FormatVersionError
+            If the stored header is damaged (`NotAKameraEntryError`: is none), or of a newer program.
         """
 
     @abstractmethod

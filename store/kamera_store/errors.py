@@ -1,4 +1,7 @@
-"""Every way in which the store refuses, each with both sides named so that a caller can act on it."""
+"""Every way in which the store refuses, each with both sides named so that a caller can act on it.
+
+Each class keeps its parameters as attributes; keys are 16 bytes.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,7 @@ class KameraStoreError(Exception):
 
 
 class NotAStoreError(KameraStoreError):
-    """The path holds no store, or something else stands there.
-
-    Parameters
-    ----------
-    path : str
-        Where a store was looked for.
-    why : str
-        What was found instead.
-    """
+    """The path holds no store, or something else stands there: `why` says what."""
 
     exit_code = 4
 
@@ -34,15 +29,7 @@ class NotAStoreError(KameraStoreError):
 
 
 class FormatVersionError(KameraStoreError):
-    """The bytes on disk follow another version of the format.
-
-    Parameters
-    ----------
-    found, supported : int or str
-        Version read, and the version this program writes.
-    what : str
-        Which object carries the version.
-    """
+    """The bytes on disk follow another version of the format; `what` carries the version."""
 
     exit_code = 4
 
@@ -63,16 +50,7 @@ class StoreRefusedError(KameraStoreError):
 class NewerRecordError(FormatVersionError):
     """A record's header is as it was written, and names something that only a newer program knows.
 
-    Parameters
-    ----------
-    key : bytes
-        The record's key, 16 bytes.
-    what : str
-        What is unknown: a record kind, a dtype, a codec.
-    found : object
-        What the header names.
-    known : str
-        What this program knows.
+    `what` is a record kind, a dtype or a codec; `found` is what the header names.
     """
 
     def __init__(self, key: bytes, what: str, found: object, known: str) -> None:
@@ -93,15 +71,7 @@ class StoreBusyError(KameraStoreError):
 
 
 class ConflictError(KameraStoreError):
-    """Compare-and-swap of a state value failed.
-
-    Parameters
-    ----------
-    space, name : str
-        Which state.
-    expected, found : int or None
-        Version that the caller expected and version that is stored; None means absent.
-    """
+    """Compare-and-swap of a state value failed: its version is `found`, not `expected`; None means absent."""
 
     def __init__(self, space: str, name: str, expected: int | None, found: int | None) -> None:
         self.space, self.name, self.expected, self.found = space, name, expected, found
@@ -109,13 +79,7 @@ class ConflictError(KameraStoreError):
 
 
 class UnsupportedDtypeError(KameraStoreError):
-    """A tensor has a dtype that the format does not define.
-
-    Parameters
-    ----------
-    name : str
-        The dtype's name.
-    """
+    """A tensor has a dtype that the format does not define."""
 
     exit_code = 4
 
@@ -125,13 +89,7 @@ class UnsupportedDtypeError(KameraStoreError):
 
 
 class MissingRecordError(KameraStoreError):
-    """A record in hand is no longer in the store (evicted or purged meanwhile).
-
-    Parameters
-    ----------
-    key : bytes
-        Its key, 16 bytes.
-    """
+    """A record in hand is no longer in the store (evicted or purged meanwhile)."""
 
     exit_code = 3
 
@@ -141,17 +99,7 @@ class MissingRecordError(KameraStoreError):
 
 
 class DamagedError(KameraStoreError):
-    """Stored bytes are not what was written.
-
-    Parameters
-    ----------
-    key : bytes or None
-        The record's key; None when the damage is not of one record.
-    what : str
-        Which part was checked.
-    expected, found : object
-        The two sides of the failed check.
-    """
+    """Stored bytes are not what was written: `what` was checked. The key is None if the damage is not of one record."""
 
     exit_code = 5
 
@@ -172,17 +120,7 @@ class NotAKameraEntryError(DamagedError):
 
 
 class StoreDamagedError(DamagedError):
-    """The data file as a whole cannot be read safely.
-
-    Parameters
-    ----------
-    path : str
-        The store's folder.
-    what : str
-        What was checked.
-    expected, found : object
-        The two sides of the failed check.
-    """
+    """The data file as a whole cannot be read safely."""
 
     def __init__(self, path: str, what: str, expected: object, found: object) -> None:
         super().__init__(None, what, expected, found)
@@ -194,15 +132,7 @@ class StoreDamagedError(DamagedError):
 
 
 class NoRoomError(KameraStoreError):
-    """A write needs more room than quota or disk leave, even after eviction.
-
-    Parameters
-    ----------
-    needed_bytes, room_bytes : int
-        What the write needs and what could be had.
-    limit : str
-        Which limit was met, for example ``quota`` or ``disk``.
-    """
+    """A write needs more room than the limit (``quota`` or ``disk``) leaves, even after eviction."""
 
     exit_code = 6
 

@@ -28,16 +28,12 @@ class EvictionPlan:
 
     Attributes
     ----------
-    units : tuple of Eviction
-        Units to drop, first to go first.
-    kept : tuple of Eviction
-        Units that were due but stay, and why.
+    units, kept : tuple of Eviction
+        Units to drop, first to go first; units that were due but stay.
     freed_bytes, used_bytes : int
         What the plan frees, and what was in use.
     to_bytes : int or None
-        Aim of the plan.
-    reached : bool
-        Whether the plan reaches its aim.
+        Aim of the plan, and whether it is `reached`.
     """
 
     units: tuple[Eviction, ...]
@@ -87,16 +83,10 @@ def plan_eviction(
         Only units not used for this long; all of them if `to_bytes` is not given.
     tenant : str, optional
         Only units of this tenant; `used_bytes` is then the tenant's own sum.
-    pinned : frozenset of bytes
-        Record keys in windows; a unit with one of them stays.
-    newer : frozenset of bytes
-        Keys of records that a newer program wrote; a unit with one of them stays.
+    pinned, newer : frozenset of bytes
+        Keys of records in windows, and of those that a newer program wrote; a unit with one of them stays.
     protected : frozenset of (tenant, unit)
         Units that stay because they are being written.
-
-    Returns
-    -------
-    EvictionPlan
     """
     mine = [unit for unit in units if tenant is None or unit.tenant == tenant]
     if tenant is not None:
@@ -176,12 +166,17 @@ def remove(env: Environment, choose: Callable[[Transaction], Iterable[bytes]]) -
             tables.remove(txn, key)
         return max(counted, before - txn.used_bytes())
 
-    def extra_commit(txn: Transaction) -> None:
+    freed = env.write(action)
+    if freed:
+        release_freed_pages(env)
+    return freed
+
+
+def release_freed_pages(env: Environment) -> None:
+    """Commit once more: LMDB hands out the pages that one transaction freed only after another one."""
+
+    def action(txn: Transaction) -> None:
         row = close_row("format", _EXTRA_COMMIT_KEY, str(txn.id).encode())
         txn.put("format", _EXTRA_COMMIT_KEY, row)
 
-    freed = env.write(action)
-    if freed:
-        # LMDB hands out the pages that one transaction freed only after another one.
-        env.write(extra_commit)
-    return freed
+    env.write(action)

@@ -143,17 +143,9 @@ class KVStore(Store):
         write.put_all(self._writable(), items, replace=replace)
 
     def check_room(self, raw_bytes: int) -> None:
-        """Refuse before any encoding what cannot fit even when everything evictable went.
+        """Refuse before any encoding, with a NoRoomError, what cannot fit even when everything evictable went.
 
-        Parameters
-        ----------
-        raw_bytes : int
-            Size of the tensors in memory; compression is not counted on.
-
-        Raises
-        ------
-        NoRoomError
-            If quota or disk are too small.
+        ``raw_bytes`` is the size of the tensors in memory; compression is not counted on.
         """
         write.check_room(self.environment, raw_bytes)
 

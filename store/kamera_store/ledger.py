@@ -25,9 +25,7 @@ class Usage:
 
     Attributes
     ----------
-    key : bytes
-        The record's key.
-    kind, tenant, unit : str
+    key, kind, tenant, unit
         As in the record.
     chunk : bytes or None
         For a patch, the chunk that it belongs to.

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from kamera_store import ledger, tables
 from kamera_store.errors import DamagedError, FormatVersionError, KameraStoreError, NotAStoreError
 from kamera_store.format.header import decode_header, open_row
-from kamera_store.format.records import Record
 from kamera_store.kvstore import KVStore
 from kamera_store.lmdb.binding import Transaction
 from kamera_store.lmdb.environment import Environment
@@ -23,12 +22,10 @@ _MAX_DEATHS = 1000
 
 @dataclass(frozen=True)
 class SalvageReport:
-    """Result of a rescue.
+    """Result of a rescue into the store at `path`.
 
     Attributes
     ----------
-    path : str
-        The new store.
     num_records, num_states : int
         How many were saved.
     lost : tuple of str
@@ -53,10 +50,8 @@ def salvage(
 
     Parameters
     ----------
-    source : path-like
-        Folder of the damaged store; no process may have it open.
-    target : path-like
-        Folder of the new store; nothing may be there.
+    source, target : path-like
+        Folder of the damaged store, which no process may have open, and of the new one, where nothing may be.
     on_progress : callable, optional
         Called with (entries done, entries in all).
 
@@ -146,7 +141,10 @@ def _copy_record(source: Environment, target: Environment, key: bytes) -> None:
             _copy_as_it_stands(txn, target, key)
             return
         tables.require_sound(txn, record)
-        usage = _usage(txn, record, len(header))
+        try:
+            usage = ledger.decode_usage(key, txn.get("ledger", key))
+        except DamagedError:
+            usage = ledger.usage_of(record, len(header))
     target.write(lambda txn: tables.put_record(txn, record, header, segments, usage))
 
 
@@ -166,13 +164,6 @@ def _copy_as_it_stands(source: Transaction, target: Environment, key: bytes) -> 
             txn.put(table, name, value)
 
     target.write(action)
-
-
-def _usage(txn: Transaction, record: Record, header_bytes: int) -> ledger.Usage:
-    try:
-        return ledger.decode_usage(record.key, txn.get("ledger", record.key))
-    except DamagedError:
-        return ledger.usage_of(record, header_bytes)
 
 
 def _copy_state(source: Environment, target: Environment, key: bytes) -> None:

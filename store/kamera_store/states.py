@@ -19,13 +19,7 @@ _KEY = re.compile("[0-9a-fA-F]{32}")
 
 
 def state_key(space: str, name: str) -> bytes:
-    """Database key of a state.
-
-    Raises
-    ------
-    ValueError
-        If a part is empty, has a zero character, or both are longer than 499 bytes together.
-    """
+    """Database key of a state; ValueError if a part is empty, too long or has a zero character."""
     if not space or not name or "\0" in space or "\0" in name:
         raise ValueError(f"state {space!r}/{name!r}: neither part may be empty or hold a zero character")
     key = space.encode() + b"\0" + name.encode()
@@ -46,13 +40,7 @@ def parse(key: bytes, value: bytes | memoryview) -> State:
 
 
 def get(txn: Transaction, space: str, name: str) -> State | None:
-    """The state under a name, or None.
-
-    Raises
-    ------
-    DamagedError
-        If its bytes are not what was written.
-    """
+    """The state under a name, or None; errors as in `parse`."""
     key = state_key(space, name)
     value = txn.get("state", key)
     return None if value is None else parse(key, value)
@@ -61,13 +49,7 @@ def get(txn: Transaction, space: str, name: str) -> State | None:
 def put(
     txn: Transaction, space: str, name: str, value: Mapping[str, Any], expect: int | Literal["any"] | None
 ) -> int:
-    """Write a state if its version is the expected one; the new version.
-
-    Raises
-    ------
-    ConflictError
-        If it is not; None expects that there is none.
-    """
+    """Write a state if its version is the expected one; the new version. See `Store.put_state`."""
     key = state_key(space, name)
     old = txn.get("state", key)
     found: int | None = None
@@ -99,12 +81,8 @@ def pinned(txn: Transaction) -> frozenset[bytes]:
     DamagedError
         If a window cannot be read: without it nobody knows what may go.
     """
-    return frozenset(key for state in _windows(txn) for key in _chunks(state.value))
-
-
-def _windows(txn: Transaction) -> Iterator[State]:
-    for key, value in txn.scan("state", WINDOWS.encode() + b"\0"):
-        yield parse(key, value)
+    windows = (parse(key, value) for key, value in txn.scan("state", WINDOWS.encode() + b"\0"))
+    return frozenset(key for window in windows for key in _chunks(window.value))
 
 
 def _chunks(window: Mapping[str, Any]) -> Iterator[bytes]:

@@ -27,19 +27,7 @@ _KEPT_HEADER_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Damage:
-    """One damaged entry.
-
-    Attributes
-    ----------
-    table : str
-        Where it stands.
-    key : bytes
-        Its key there.
-    what, expected, found : str
-        The failed check.
-    quarantined : bool
-        Whether it was moved aside.
-    """
+    """One damaged entry: its table, its key there, the failed check, and whether it was moved aside or mended."""
 
     table: str
     key: bytes
@@ -58,7 +46,6 @@ class VerifyReport:
     num_records, num_bytes : int
         How many records and payload bytes were checked.
     damaged : tuple of Damage
-        What failed.
     num_newer : int
         How many of the records a newer program wrote: they are no damage, are not checked further, and stay.
     """
@@ -82,16 +69,11 @@ def verify(
     Parameters
     ----------
     env : Environment
-        The store.
     on_progress : callable, optional
         Called with (records done, records in all).
     quarantine : bool
         Move damaged records aside: their header and the reason are kept, their payload is deleted. Damaged
         ledger rows and links are made again from the records; damaged states are only reported.
-
-    Returns
-    -------
-    VerifyReport
 
     Raises
     ------

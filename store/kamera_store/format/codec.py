@@ -78,17 +78,7 @@ _contexts = _PerThread()
 
 
 def encode(tensor: TensorBytes) -> Encoded:
-    """Choose a layout for a tensor and produce its stored bytes.
-
-    Parameters
-    ----------
-    tensor : TensorBytes
-        ``codec="raw"`` stores it as it is; ``"auto"`` compresses what pays.
-
-    Returns
-    -------
-    Encoded
-    """
+    """A tensor's stored bytes: as they are with ``codec="raw"``; with ``"auto"`` what pays is compressed."""
     view = tensor.view()
     size = item_bytes(tensor.dtype)
     if not len(view):
@@ -143,12 +133,10 @@ def decode(key: bytes, info: TensorInfo, stored: np.ndarray) -> np.ndarray:
 
     Parameters
     ----------
-    key : bytes
-        The record's key, for messages.
-    info : TensorInfo
-        The tensor's table row.
+    key, info
+        The record's key, for messages, and the tensor's table row.
     stored : numpy.ndarray
-        uint8, owned by the caller; where the tensor is stored raw it is returned itself.
+        (stored_bytes,) uint8, owned by the caller; where the tensor is stored raw it is returned itself.
 
     Returns
     -------
@@ -197,13 +185,7 @@ def require_checksum(key: bytes, info: TensorInfo, stored: np.ndarray) -> None:
 def require_frame(
     key: bytes, what: str, frame: np.ndarray | memoryview, codec: int, expected_bytes: int
 ) -> None:
-    """Refuse a plane whose own claim about its size is not the index's, before anything is allocated.
-
-    Raises
-    ------
-    DamagedError
-        If a raw plane has another length, or a frame declares none, another, or an impossible size.
-    """
+    """Refuse, before anything is allocated, a plane that claims another size than the table (`DamagedError`)."""
     if codec == RAW:
         if len(frame) != expected_bytes:
             raise DamagedError(key, f"{what} (raw plane)", f"{expected_bytes} bytes", len(frame))
@@ -238,10 +220,8 @@ def merge(parts: Sequence[np.ndarray], layout: Sequence[tuple[int, int]], size: 
 
     Parameters
     ----------
-    parts : sequence of numpy.ndarray
-        One flat uint8 array for each plane.
-    layout : sequence of (first byte, width)
-        In the order of `parts`.
+    parts, layout
+        One flat uint8 array and one (first byte, width) for each plane.
     size : int
         Bytes of an element.
     out : numpy.ndarray

@@ -42,13 +42,7 @@ def close_row(table: str, key: bytes, payload: bytes) -> bytes:
 
 
 def open_row(table: str, key: bytes, value: bytes | memoryview) -> bytes:
-    """The payload of a stored row.
-
-    Raises
-    ------
-    DamagedError
-        If the checksum is not that of this content under this key.
-    """
+    """The payload of a stored row; DamagedError if the checksum is not that of this content under this key."""
     data = bytes(value)
     if len(data) < _CHECKSUM.size:
         raise DamagedError(None, f"{table} row {key.hex()}", f"at least {_CHECKSUM.size} bytes", len(data))
@@ -60,13 +54,7 @@ def open_row(table: str, key: bytes, value: bytes | memoryview) -> bytes:
 
 
 def strict_json(value: Mapping[str, Any]) -> bytes:
-    """Canonical JSON: sorted keys, no spaces, UTF-8, no NaN or infinity.
-
-    Raises
-    ------
-    ValueError
-        If the value holds anything that strict JSON cannot say.
-    """
+    """Canonical JSON: sorted keys, no spaces, UTF-8; ValueError for what strict JSON cannot say, NaN included."""
     if not isinstance(value, Mapping):
         raise ValueError(f"a JSON object is needed, not {type(value).__name__}")
     _require_json(value)
@@ -91,13 +79,7 @@ def _require_json(value: Any) -> None:
 
 
 def parse_json(data: bytes | memoryview, key: bytes | None, what: str) -> dict[str, Any]:
-    """Read back what `strict_json` wrote.
-
-    Raises
-    ------
-    DamagedError
-        If the bytes are not a strict JSON object.
-    """
+    """Read back what `strict_json` wrote; DamagedError if the bytes are not a strict JSON object."""
 
     def refuse(token: str) -> None:
         raise ValueError(f"{token} is not JSON")
@@ -122,13 +104,7 @@ def _text(value: str, what: str) -> bytes:
 
 
 def encode_header(record: Record) -> bytes:
-    """Header bytes of a record, its checksum included.
-
-    Raises
-    ------
-    ValueError
-        If a name is too long or the meta is not strict JSON.
-    """
+    """Header bytes of a record; ValueError if a name is too long or the meta is not strict JSON."""
     meta = strict_json(record.meta)
     words = list(dict.fromkeys(word for info in record.tensors for word in (info.name, info.dtype)))
     place = {word: index for index, word in enumerate(words)}
@@ -184,18 +160,7 @@ class _Cursor:
 
 
 def decode_header(key: bytes, value: bytes | memoryview) -> Record:
-    """Check and parse a header.
-
-    Parameters
-    ----------
-    key : bytes
-        Key under which the value was found, 16 bytes.
-    value : bytes or memoryview
-        The stored value.
-
-    Returns
-    -------
-    Record
+    """Check and parse the header that was found under a key.
 
     Raises
     ------

@@ -125,16 +125,10 @@ def encode(tag: str, fields: Mapping[str, Any]) -> bytes:
         Values: None, bool, int, float, str, bytes, list or tuple, mapping, `TensorBytes`.
         Names are sorted; every value carries its type and length.
 
-    Returns
-    -------
-    bytes
-
     Raises
     ------
-    TypeError
-        If a value is of another type.
-    ValueError
-        If a float is NaN.
+    TypeError, ValueError
+        If a value is of another type, or a float is NaN.
     """
     return b"".join(bytes(piece) for piece in _encoding(tag, fields))
 
@@ -172,11 +166,8 @@ def chunk_identity(
     if not inputs:
         raise ValueError("a chunk without model inputs has no identity")
     fields = {
-        "fingerprint": fingerprint,
-        "tenant": tenant,
-        "inputs": list(inputs),
-        "extra": dict(extra or {}),
-    }
+        "fingerprint": fingerprint, "tenant": tenant, "inputs": list(inputs), "extra": dict(extra or {}),
+    }  # fmt: skip
     return identity("chunk", fields)
 
 
@@ -216,12 +207,8 @@ def patch_identity(
     if kind == "orbit":
         pairs.sort()
     fields = {
-        "chunk": _pair(chunk),
-        "antecedents": pairs,
-        "kind": kind,
-        "tenant": tenant,
-        "extra": dict(extra or {}),
-    }
+        "chunk": _pair(chunk), "antecedents": pairs, "kind": kind, "tenant": tenant, "extra": dict(extra or {}),
+    }  # fmt: skip
     return identity("patch", fields)
 
 
@@ -230,11 +217,8 @@ def source_identity(
 ) -> Identity:
     """Identity of an ingested source: file content, how it was sampled, for which model and tenant."""
     fields = {
-        "content": content_sha256,
-        "parameters": dict(parameters),
-        "fingerprint": fingerprint,
-        "tenant": tenant,
-    }
+        "content": content_sha256, "parameters": dict(parameters), "fingerprint": fingerprint, "tenant": tenant,
+    }  # fmt: skip
     return identity("source", fields)
 
 
@@ -247,14 +231,7 @@ def fingerprint_digest(fields: Mapping[str, Any]) -> str:
 
 
 def file_sha256(path: str | os.PathLike[str], on_progress: Callable[[int, int], None] | None = None) -> str:
-    """Hex SHA-256 of a file's content.
-
-    Parameters
-    ----------
-    path : path-like
-        The file.
-    on_progress : callable, optional
-        Called with (bytes done, bytes in all) about once per MiB.
+    """Hex SHA-256 of a file's content; ``on_progress`` gets (bytes done, bytes in all) about once per MiB.
 
     Raises
     ------

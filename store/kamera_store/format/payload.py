@@ -32,19 +32,7 @@ Stored = tuple[TensorInfo, np.ndarray]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A record encoded and ready to be written.
-
-    Attributes
-    ----------
-    record : Record
-        What its header says.
-    header : bytes
-        The stored header.
-    pieces : tuple of bytes-like
-        The payload in order.
-    needed_bytes : int
-        Pages that it takes, in bytes, an upper bound.
-    """
+    """A record encoded and ready to be written: stored header, payload in order, upper bound for the pages it takes."""
 
     record: Record
     header: bytes
@@ -96,13 +84,7 @@ def prepare(
 
 
 def fetch(record: Record, infos: Iterable[TensorInfo], segment_of: SegmentOf) -> list[Stored]:
-    """Copy the stored bytes of some tensors out of the segments; only the segments' frames are checked yet.
-
-    Raises
-    ------
-    DamagedError
-        If a segment is absent or not the one asked for.
-    """
+    """Copy the stored bytes of some tensors out of the segments; only those are checked yet (`open_segment`)."""
     opened: dict[int, memoryview] = {}
     out = []
     for info in infos:
@@ -154,16 +136,7 @@ class Fetched:
 
 
 def require_sound(record: Record, segment_of: SegmentOf, found_segments: int) -> None:
-    """Check every stored byte of a record's payload without decompressing it.
-
-    Parameters
-    ----------
-    record : Record
-        What its header says.
-    segment_of : callable
-        Gives its segments.
-    found_segments : int
-        How many segments stand under its key.
+    """Check every stored byte of a record's payload, in so many segments, without decompressing it.
 
     Raises
     ------

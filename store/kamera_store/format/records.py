@@ -28,13 +28,7 @@ MAX_DIMENSIONS = 16
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element.
-
-    Raises
-    ------
-    UnsupportedDtypeError
-        If the format does not define the dtype.
-    """
+    """Bytes of one element; UnsupportedDtypeError if the format does not define the dtype."""
     try:
         return ITEM_BYTES[dtype]
     except KeyError:
@@ -230,13 +224,7 @@ class Record:
         return max((tensor.layer for tensor in self.tensors), default=-1) + 1
 
     def tensor(self, name: str, layer: int = -1) -> TensorInfo:
-        """The table row of one tensor.
-
-        Raises
-        ------
-        KeyError
-            If the record has no such tensor.
-        """
+        """The table row of one tensor; KeyError if the record has no such tensor."""
         for info in self.tensors:
             if info.layer == layer and info.name == name:
                 return info
@@ -248,13 +236,7 @@ class Record:
 
 
 def sort_tensors(tensors: Iterable[TensorBytes]) -> list[TensorBytes]:
-    """Tensors in payload order: by layer, and within a layer as given.
-
-    Raises
-    ------
-    ValueError
-        If two tensors share name and layer.
-    """
+    """Tensors in payload order: by layer, and within a layer as given; ValueError if two share name and layer."""
     ordered = sorted(tensors, key=lambda tensor: tensor.layer)
     seen = {(tensor.name, tensor.layer) for tensor in ordered}
     if len(seen) != len(ordered):
@@ -263,13 +245,7 @@ def sort_tensors(tensors: Iterable[TensorBytes]) -> list[TensorBytes]:
 
 
 def _reference(value: object, what: str) -> bytes:
-    """A record key from its hex form in a patch's or a window's JSON.
-
-    Raises
-    ------
-    ValueError
-        If it is not 32 hex digits.
-    """
+    """A record key from its hex form in a patch's JSON."""
     try:
         key = bytes.fromhex(value) if isinstance(value, str) else b""
     except ValueError:

@@ -63,21 +63,14 @@ def segment_key(key: bytes, index: int) -> bytes:
 def cut(
     key: bytes, digest: bytes, pieces: Iterable[bytes | memoryview], payload_bytes: int
 ) -> Iterator[bytearray]:
-    """Yield the stored values of a payload in order.
+    """The stored values of a payload in order, each valid until the next is taken: the buffer is used again.
 
     Parameters
     ----------
     key, digest : bytes
         Of the record that owns the payload; each segment names them.
     pieces : iterable of bytes or memoryview
-        The payload in parts of any size.
-    payload_bytes : int
-        Their sum.
-
-    Yields
-    ------
-    bytearray
-        One value, valid until the next is taken: the buffer is used again.
+        The payload in parts of any size, ``payload_bytes`` in all.
     """
     source = iter(pieces)
     piece = memoryview(b"")

@@ -15,13 +15,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a torch dtype in the store.
-
-    Raises
-    ------
-    UnsupportedDtypeError
-        If the format has no place for it.
-    """
+    """Name of a torch dtype in the store; UnsupportedDtypeError if the format has no place for it."""
     try:
         return _NAMES[dtype]
     except KeyError:
@@ -29,19 +23,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def to_bytes(name: str, tensor: torch.Tensor, layer: int = -1, *, codec: str = "auto") -> TensorBytes:
-    """Bytes of a tensor.
+    """Bytes of a tensor; ``name``, ``layer`` and ``codec`` as in `TensorBytes`.
 
     Parameters
     ----------
-    name : str
-        What it is.
     tensor : torch.Tensor
         Any shape, stride and device. A contiguous CPU tensor is not copied: do not write into it while the
         result is in use.
-    layer : int
-        Layer index, -1 for none.
-    codec : {"auto", "raw"}
-        As in `TensorBytes`.
 
     Raises
     ------
@@ -75,8 +63,7 @@ def to_torch(tensor: TensorBytes, *, copy: bool = True) -> torch.Tensor:
         raise UnsupportedDtypeError(tensor.dtype)
     if not tensor.raw_bytes:
         return torch.empty(tensor.shape, dtype=dtype)
-    flat = np.frombuffer(tensor.data, np.uint8) if not isinstance(tensor.data, np.ndarray) else tensor.data
-    flat = flat.reshape(-1).view(np.uint8)
+    flat = _flat(tensor)
     aligned = flat.ctypes.data % max(dtype.itemsize, 1) == 0
     if copy or not flat.flags.writeable or not aligned:
         flat = flat.copy()
@@ -94,9 +81,12 @@ def joined(tensors: Sequence[TensorBytes]) -> torch.Tensor:
     widths = {(tensor.dtype, *tensor.shape[1:]) for tensor in tensors}
     if len(widths) != 1 or not all(name == "uint8" and len(rest) == 1 for name, *rest in widths):
         raise ValueError(f"not matrices of bytes of one width: {sorted(map(str, widths))}")
-    parts = [
-        tensor.data if isinstance(tensor.data, np.ndarray) else np.frombuffer(tensor.data, np.uint8)
-        for tensor in tensors
-    ]
-    whole = np.concatenate([part.reshape(-1) for part in parts])
+    whole = np.concatenate([_flat(tensor) for tensor in tensors])
     return torch.from_numpy(whole).reshape(-1, tensors[0].shape[1])
+
+
+def _flat(tensor: TensorBytes) -> np.ndarray:
+    """The bytes themselves, not copied, (raw_bytes,) uint8."""
+    data = tensor.data
+    array = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+    return array.reshape(-1).view(np.uint8)

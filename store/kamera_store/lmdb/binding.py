@@ -146,8 +146,6 @@ def open_handle(folder: str, *, map_bytes: int, read_only: bool, inherited: Hand
 
     Parameters
     ----------
-    folder : str
-        The store.
     map_bytes : int
         Address space to take.
     read_only : bool
@@ -161,16 +159,9 @@ def open_handle(folder: str, *, map_bytes: int, read_only: bool, inherited: Hand
         As `translated` says.
     """
     options: dict[str, Any] = {
-        "map_size": map_bytes,
-        "max_dbs": len(TABLES) + 1,
-        "max_readers": _MAX_READERS,
-        "max_spare_txns": 0,
-        "mode": 0o600,
-        "readonly": read_only,
-        "create": not read_only,
-        "lock": True,
-        "writemap": False,
-    }
+        "map_size": map_bytes, "max_dbs": len(TABLES) + 1, "max_readers": _MAX_READERS, "max_spare_txns": 0,
+        "mode": 0o600, "readonly": read_only, "create": not read_only, "lock": True, "writemap": False,
+    }  # fmt: skip
     with translated(folder):
         try:
             handle = lmdb.open(folder, **options)
@@ -249,10 +240,8 @@ def walk(folder: str, touch_values: bool, writable: bool) -> None:
 
     Parameters
     ----------
-    folder : str
-        The store.
     touch_values : bool
-        Visit the last byte of every value too.
+        Visit the last byte of every value too, which a cut file does not survive.
     writable : bool
         Whether the list of free pages can be visited: LMDB reads it only for a write, which is given up.
 

@@ -61,13 +61,7 @@ class Environment:
     # Opening and closing
 
     def open(self, create: bool) -> None:
-        """Check the folder and its data file, and map it.
-
-        Raises
-        ------
-        NotAStoreError, StoreRefusedError, StoreDamagedError, FormatVersionError
-            As the folder and its data file deserve.
-        """
+        """Check the folder and its data file, and map it; errors as in `acquire`."""
         files.prepare_folder(self.folder, create and not self.read_only)
         files.require_local(self.folder)
         lock = self._lock = self._new_lock()
@@ -142,13 +136,7 @@ class Environment:
             lock.close()
 
     def handle(self) -> binding.Handle:
-        """The open LMDB environment; opened anew after a fork.
-
-        Raises
-        ------
-        StoreRefusedError
-            If the store is closed.
-        """
+        """The open LMDB environment, opened anew after a fork; StoreRefusedError if the store is closed."""
         if self._mapped is None:
             if not self.users:
                 raise StoreRefusedError(f"store {self.folder} is closed; open it again")
@@ -161,34 +149,18 @@ class Environment:
     # Transactions
 
     def read(self) -> _Reading:
-        """A short read transaction, as a context manager that gives a `Transaction`.
-
-        Raises
-        ------
-        StoreDamagedError
-            If LMDB finds its pages damaged.
-        """
+        """A short read transaction, as a context manager; StoreDamagedError if LMDB finds its pages damaged."""
         return _Reading(self)
 
     def write(self, action: Callable[[Transaction], T]) -> T:
-        """Run an action in one write transaction: all of it is committed or nothing.
+        """What an action returns that runs in one write transaction: all of it is committed or nothing.
 
-        Parameters
-        ----------
-        action : callable
-            Called with the transaction; called again from the start after the map had to grow.
-
-        Returns
-        -------
-        object
-            What the action returned.
+        It runs again from its start after the map had to grow.
 
         Raises
         ------
-        ReadOnlyError
-            If the environment is open for reading.
-        NoRoomError
-            If the disk is full.
+        ReadOnlyError, NoRoomError
+            If the environment is open for reading, or the disk is full.
         """
         self._require_writable()
         while True:

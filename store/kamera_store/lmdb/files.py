@@ -47,21 +47,16 @@ _START = "import sys; sys.path[:] = {path!r}; from kamera_store.{module} import 
 # The folder: ours, closed to others, on a local file system
 
 
+_MOUNT_ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))
+
+
 def refused_file_system(fstype: str) -> bool:
     """Whether locks or memory maps on this file system cannot be trusted between machines."""
     return fstype.lower() in _NETWORK
 
 
 def file_system_of(path: str, mounts: str | None = None) -> str:
-    """Type of the file system that holds a path, as the kernel's mount table names it; ``unknown`` elsewhere.
-
-    Parameters
-    ----------
-    path : str
-        Absolute real path.
-    mounts : str, optional
-        Content of a mount table, for tests; the system's own by default.
-    """
+    """Type of the file system that holds a real path, by the system's mount table; ``unknown`` without one."""
     if mounts is None:
         try:
             mounts = Path("/proc/self/mounts").read_text(errors="surrogateescape")
@@ -72,13 +67,9 @@ def file_system_of(path: str, mounts: str | None = None) -> str:
         fields = line.split(" ")
         if len(fields) < 3:
             continue
-        point = (
-            fields[1]
-            .replace("\\040", " ")
-            .replace("\\011", "\t")
-            .replace("\\012", "\n")
-            .replace("\\134", "\\")
-        )
+        point = fields[1]
+        for escape, character in _MOUNT_ESCAPES:
+            point = point.replace(escape, character)
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= best:
             best, fstype = len(point), fields[2]
@@ -86,13 +77,7 @@ def file_system_of(path: str, mounts: str | None = None) -> str:
 
 
 def require_local(path: str) -> None:
-    """Refuse network file systems.
-
-    Raises
-    ------
-    StoreRefusedError
-        Names the file system and what to set.
-    """
+    """Refuse (`StoreRefusedError`) network file systems."""
     if sys.byteorder != "little":
         raise StoreRefusedError("the store's byte order is little-endian, this machine's is not")
     fstype = file_system_of(path)
@@ -176,15 +161,7 @@ def _require_ours(path: str, found: os.stat_result) -> None:
 
 @dataclass(frozen=True)
 class DataFile:
-    """What a data file's newer meta page says about it.
-
-    Attributes
-    ----------
-    page_bytes, last_page, txn_id : int
-        Page size, number of the last page in use, last committed transaction.
-    file_bytes, mtime_ns : int
-        From the file system.
-    """
+    """What a data file's newer meta page says (last page in use, last committed transaction), and the file system."""
 
     page_bytes: int
     last_page: int
@@ -260,8 +237,6 @@ def check_data_file(folder: str, *, alone: bool, read_only: bool) -> DataFile | 
 
     Parameters
     ----------
-    folder : str
-        The store.
     alone : bool
         Whether this process is alone in the store: without a seal the file is then walked through.
     read_only : bool
@@ -298,22 +273,7 @@ def child_command(module: str, name: str, *arguments: object) -> list[str]:
 
 
 def walk_in_child(folder: str, touch_values: bool, writable: bool) -> str | None:
-    """Walk all tables of a store in a child process.
-
-    Parameters
-    ----------
-    folder : str
-        The store.
-    touch_values : bool
-        Also touch the end of every value, which a cut file does not survive.
-    writable : bool
-        Also visit the list of free pages, which takes the write lock for a moment.
-
-    Returns
-    -------
-    str or None
-        None when the walk came to its end, otherwise what ended it.
-    """
+    """`binding.walk` in a child process, with its parameters; None when it came to its end, otherwise what ended it."""
     # Only a store without a seal is walked through, and other opens should not wait for this import.
     import signal
     import subprocess
