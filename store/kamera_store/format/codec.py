@@ -36,8 +36,6 @@ _PAYS_RATIO = 0.95
 _MAX_ZSTD_RATIO = 32768
 """A zstd block of at most 128 KiB takes at least 4 bytes, so no honest frame expands more."""
 
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-
 
 @dataclass(frozen=True)
 class Encoded:

@@ -175,10 +175,8 @@ class Record:
         Strict JSON.
     tensors : tuple of TensorInfo
         The tensor table, ordered by layer.
-    created_s : float
-        Unix time in seconds.
-    cost_ms : float
-        What it took to make, for eviction.
+    created_s, cost_ms : float
+        Unix time in seconds, and what it took to make.
     payload_bytes, num_segments : int
         Size of the payload and in how many segments it lies.
     header_checksum : int
@@ -256,13 +254,7 @@ def _reference(value: object, what: str) -> bytes:
 
 
 def references(record: Record) -> tuple[bytes | None, tuple[bytes, ...]]:
-    """The chunk and the antecedents that a record names in its meta.
-
-    Raises
-    ------
-    ValueError
-        If a name is not a record key.
-    """
+    """The chunk and the antecedents that a record names in its meta; ValueError if a name is not a record key."""
     if record.kind != "patch":
         return None, ()
     chunk = record.meta.get("chunk")

@@ -34,7 +34,7 @@ class Environment:
     read_only : bool
         Whether no write may begin.
     users : int
-        How many in this process have it; with none it is closed for good.
+        How many stores of this process have it.
     """
 
     def __init__(self, folder: str, read_only: bool, map_bytes: int | None) -> None:
@@ -206,12 +206,8 @@ class Environment:
 
         Raises
         ------
-        StoreBusyError
-            If another process has the store open.
-        NoRoomError
-            If the disk has no room for the copy.
-        ReadOnlyError
-            If the store is open for reading only.
+        StoreBusyError, NoRoomError, ReadOnlyError
+            If another process has the store open, the disk has no room for the copy, or nothing may be written.
         """
         self._require_writable()
         with self.read() as txn:
@@ -269,16 +265,6 @@ class Environment:
     def file_bytes(self) -> int:
         """Length of the data file."""
         return os.stat(os.path.join(self.folder, DATA_FILE)).st_size
-
-    # Forks
-
-    def pause(self) -> None:
-        """Let no transaction begin, and wait for the running ones, until `resume`."""
-        self._latch.acquire_alone()
-
-    def resume(self) -> None:
-        """End what `pause` began."""
-        self._latch.release_alone()
 
     def abandon(self) -> None:
         """After a fork: the parent's environment must be neither used nor closed here."""
@@ -363,12 +349,12 @@ def _before_fork() -> None:
     """Let the transactions of all threads end first: what the child inherits is then at rest."""
     _lock.acquire()
     for env in _open.values():
-        env.pause()
+        env._latch.acquire_alone()
 
 
 def _after_fork_in_parent() -> None:
     for env in _open.values():
-        env.resume()
+        env._latch.release_alone()
     _lock.release()
 
 

@@ -93,10 +93,8 @@ def prepare_folder(path: str, create: bool) -> None:
 
     Raises
     ------
-    NotAStoreError
-        If nothing is there and nothing may be made, or something else stands there.
-    StoreRefusedError
-        If it belongs to another user or others may write to it.
+    NotAStoreError, StoreRefusedError
+        If nothing is there and nothing may be made, or something else stands there; if it is not ours alone.
     """
     if not os.path.lexists(path):
         if not create:

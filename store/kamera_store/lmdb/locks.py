@@ -31,7 +31,7 @@ class MapLatch:
         self._own.depth = depth + 1
 
     def release_shared(self) -> None:
-        """End what `acquire_shared` began."""
+        """End the transaction."""
         self._own.depth -= 1
         if self._own.depth == 0:
             with self._condition:
