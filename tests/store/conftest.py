@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import pytest
+from store_room import ROOM
 
 import kamera_store
 from kamera_store import Identity, KVStore, Record, TensorBytes, chunk_identity, patch_identity
@@ -110,9 +112,10 @@ def raw() -> Callable[[Path], RawAccess]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder() -> Iterator[Path]:
     """Where a test's store goes."""
-    return tmp_path / "store"
+    with tempfile.TemporaryDirectory(prefix="kamera-test-", dir=ROOM) as made:
+        yield Path(made) / "store"
 
 
 @pytest.fixture

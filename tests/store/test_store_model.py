@@ -11,6 +11,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from store_room import ROOM
 
 from kamera_store import ConflictError, KVStore, NoRoomError, TensorBytes, chunk_identity, patch_identity
 
@@ -25,7 +26,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="kamera-model-")) / "store"
+        self.folder = Path(tempfile.mkdtemp(prefix="kamera-model-", dir=ROOM)) / "store"
         self.store = KVStore.open(self.folder, map_bytes=1 << 20, quota_bytes=64 << 20)
         self.records: dict[bytes, tuple] = {}
         self.states: dict[str, tuple[dict, int]] = {}
