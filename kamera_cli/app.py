@@ -26,6 +26,7 @@ from kamera_cli.commands.recall import recall
 from kamera_cli.commands.show import show
 from kamera_cli.commands.stats import stats
 from kamera_cli.commands.verify import verify
+from kamera_cli.model import deferred
 from kamera_cli.output.printer import ClosedPipe, Output
 from kamera_cli.words import one_line
 
@@ -104,10 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program on the process's own streams; the entry point of ``kamera``.
 
     Library bars and chatter are switched off, and whatever a library writes to file descriptor 1 by itself lands on
-    stderr, so that stdout holds the result and nothing else.
+    stderr, so that stdout holds the result and nothing else. Large packages that a question seldom runs wait for their
+    first use (`kamera_cli.model.deferred`).
     """
     for variable, value in (("TRANSFORMERS_VERBOSITY", "error"), ("TQDM_DISABLE", "1")):
         os.environ.setdefault(variable, value)
+    deferred.install()
     if "_KAMERA_COMPLETE" in os.environ:
         typer.main.get_command(app).main(prog_name="kamera")
     if sys.stdout is None or sys.stderr is None:  # closed by the caller (``>&-``)

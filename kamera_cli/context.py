@@ -15,12 +15,12 @@ from kamera_cli.errors import RefusedError, UsageError
 from kamera_cli.model.checkpoint import (
     Checkpoint,
     Contents,
+    dtype_name_for,
     fingerprint,
     open_checkpoint,
     positions_memory,
     read_contents,
 )
-from kamera_cli.model.dtypes import dtype_name_for
 from kamera_cli.results import Progress, WindowView
 from kamera_cli.settings import Settings
 from kamera_store.format.keys import Identity

@@ -31,7 +31,7 @@ LAYERS = (
 
 MAY_IMPORT = {
     "__main__": {"app"},
-    "app": {"__init__", "commands", "output"},
+    "app": {"__init__", "commands", "model", "output"},
     "commands": {"commands", "engine", "bench", "window", "model", "operator", "output"},
     "output": {"output"},
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kamera_cli.media.rules import RULES, decoder_versions
+from kamera_cli.media.source import RULES, decoder_versions
 from kamera_cli.options import IngestOptions
 from kamera_store.errors import KameraStoreError
 from kamera_store.format.keys import Identity, source_identity

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kamera_cli.errors import NotFoundError
 from kamera_cli.ingest.index import chunk_name, identity_of_source, known_source
 from kamera_cli.media.errors import MediaError
-from kamera_cli.media.files import content_sha256
+from kamera_cli.media.source import content_sha256
 from kamera_cli.options import IngestOptions
 from kamera_cli.results import (
     IngestedChunk,

@@ -8,11 +8,10 @@ from fractions import Fraction
 import av
 import numpy as np
 
-from .chunk import MediaChunk, Sampling
+from .chunk import MediaChunk, Sampling, Timeline
 from .container import reason_of
 from .errors import MediaError
 from .pixels import RgbConverter, orientation_of, unreadable_colour
-from .timeline import Timeline
 
 #: A chunk with more pixel bytes than this is refused before it fills the memory.
 MAX_CHUNK_BYTES = 4 << 30

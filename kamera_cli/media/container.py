@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import av
 from av.stream import Disposition
@@ -110,10 +110,10 @@ def choose_stream(
     return stream, _stream_notes(container, stream, len(streams))
 
 
-def again(stream: av.VideoStream) -> av.CodecContext:
+def again(stream: av.VideoStream) -> av.VideoCodecContext:
     """A second decoder for the packets of a stream, without frame threads."""
     first = stream.codec_context
-    context = av.CodecContext.create(first.codec, "r")
+    context = cast(av.VideoCodecContext, av.CodecContext.create(first.codec, "r"))
     context.extradata, context.codec_tag = first.extradata, first.codec_tag
     context.width, context.height = stream.width, stream.height
     if first.bits_per_coded_sample:

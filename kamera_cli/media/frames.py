@@ -48,7 +48,7 @@ def timed_frames(
                 ticks = frame.pts if by_presentation else frame.dts
                 own_s = last_s + (origin or 0) + interval
                 if ticks is not None:
-                    own_s = ticks * Fraction(frame.time_base or stream.time_base)
+                    own_s = ticks * Fraction(frame.time_base or stream.time_base or 0)
                 if origin is None:
                     origin = own_s
                     yield frame, Fraction(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import av
 import numpy as np
@@ -78,7 +79,7 @@ def orientation_of(frame: av.VideoFrame) -> Orientation:
         return orientation_from_degrees(-frame.rotation)
     if side_data is None:
         return Orientation()
-    matrix = np.frombuffer(bytes(side_data), dtype=np.int32)
+    matrix = np.frombuffer(bytes(cast(Any, side_data)), dtype=np.int32)
     return orientation_from_matrix(*(int(matrix[i]) for i in (0, 1, 3, 4)))
 
 

@@ -90,9 +90,9 @@ class _Packets:
             self.end = max(ticks + (packet.duration or 0), self.end if self.end is not None else ticks)
 
     def duration_s(self, stream: av.VideoStream) -> Fraction:
-        if self.start is None:
+        if self.start is None or self.end is None:
             return self.count * frame_interval(stream)
-        return (self.end - self.start) * stream.time_base or frame_interval(stream)
+        return (self.end - self.start) * (stream.time_base or Fraction(0)) or frame_interval(stream)
 
 
 def _first_frame(
@@ -192,7 +192,7 @@ def video_chunks(
             held, held_s = frame, time_s
         if held is None:
             raise failure or MediaError(path, "no frame can be decoded")
-        shown_s = (held.duration or 0) * Fraction(held.time_base or stream.time_base) or interval
+        shown_s = (held.duration or 0) * Fraction(held.time_base or stream.time_base or 0) or interval
         end_s = held_s if failure else held_s + min(shown_s, MAX_GAP_S)
         yield from collector.show(held, held_s, collector.timeline.finish(end_s))
         yield from collector.flush()

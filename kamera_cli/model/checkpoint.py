@@ -5,13 +5,15 @@ The fingerprint is computed from files alone, so that a second ingest of a known
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kamera_cli.errors import NotFoundError, RefusedError
 from kamera_cli.model.architectures import Architecture, architecture_of
@@ -34,6 +36,7 @@ EMBEDDED = "kamera-tiny"
 CAPTURE = "preamble-in-front"
 """Canonical KV is captured with the preamble in front and sliced off, so a chunk that stands first needs no patch."""
 
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _NOT_COMPUTED = {
     "transformers_version",
     "_name_or_path",
@@ -73,12 +76,12 @@ class Checkpoint:
 
     path: Path
     label: str
-    config: dict
+    config: dict[str, Any]
     architecture: Architecture
     weight_files: tuple[Path, ...]
 
     @property
-    def text(self) -> Mapping:
+    def text(self) -> Mapping[str, Any]:
         """Fields of the language model in ``config.json``."""
         return text_fields(self.config, self.architecture.text)
 
@@ -262,6 +265,29 @@ def fingerprint(checkpoint: Checkpoint, contents: Contents, *, positions: str, d
 def positions_memory(checkpoint: Checkpoint) -> str:
     """Name under which the probe of the installed model's position function is remembered in the store."""
     return fingerprint_digest({"transformers": version("transformers"), "config": config_digest(checkpoint)})
+
+
+def dtype_name_for(device: str, dtype: str) -> str | None:
+    """Full name of the compute dtype that ``--device`` and ``--dtype`` lead to; None if only the loaded model knows.
+
+    Parameters
+    ----------
+    device : {"auto", "cpu", "cuda"}
+    dtype : {"auto", "bf16", "fp16", "fp32"}
+    """
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    return "float32" if device == "cpu" or not cuda_possible() else None
+
+
+def cuda_possible() -> bool:
+    """Whether the installed torch may find a CUDA device: built with CUDA, and a driver is there. Loads no torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    version_file = Path(spec.origin).with_name("version.py")
+    built = re.search(r"^cuda\b[^=]*=\s*['\"]", version_file.read_text(encoding="utf-8"), re.MULTILINE)
+    return built is not None and os.path.exists("/dev/nvidiactl")
 
 
 def _without(value: object, names: set[str]) -> object:

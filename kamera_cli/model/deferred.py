@@ -34,8 +34,12 @@ _MARKS = ("allow_in_graph", "assume_constant_result")
 """Decorators of the compiler that leave a function as it is, and note it for a compilation."""
 
 
-def defer_packages() -> None:
-    """Find packages of `DEFERRED` that are not loaded yet as ones whose own code waits; says nothing of others."""
+def install() -> None:
+    """Defer the packages of `DEFERRED` that are not loaded yet, for this whole process.
+
+    This changes how Python imports, so it is for a program and never for a library: ``kamera`` calls it when it starts,
+    and importing ``kamera_cli`` does not.
+    """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 

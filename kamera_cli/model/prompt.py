@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from kamera_cli.errors import RefusedError
 
 _FIRST, _SECOND = "KAMERAFIRST", "KAMERASECOND"
 _DATE = "26 Jul 2024"
 """Given to templates that write a date: canonical KV has seen the preamble, so it must be the same every day."""
+
+
+class Renderer(Protocol):
+    """A processor or tokenizer: what writes a conversation as the checkpoint's chat template says."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """The conversation as one text."""
 
 
 @dataclass(frozen=True)
@@ -20,25 +29,24 @@ class PromptFormat:
     ----------
     preamble : str
         What stands once before the first item (BOS, system turn, "user").
-    blocks : dict
+    blocks : mapping
         Text of one ``video`` or ``image`` item with a single placeholder token.
     before_question, suffix : str
         What stands between the last chunk and the question, and after the question.
     """
 
     preamble: str
-    blocks: dict[str, str]
+    blocks: Mapping[str, str]
     before_question: str
     suffix: str
 
 
-def prompt_format(renderer: object, *, media: tuple[str, ...], bos: str) -> PromptFormat:
+def prompt_format(renderer: Renderer, *, media: tuple[str, ...], bos: str) -> PromptFormat:
     """Split what the template renders around two sentinels.
 
     Parameters
     ----------
     renderer : processor or tokenizer
-        Has ``apply_chat_template`` and ``chat_template``.
     media : tuple of str
         Kinds of the architecture; blocks are made for ``video`` and ``image``.
     bos : str
@@ -59,8 +67,9 @@ def prompt_format(renderer: object, *, media: tuple[str, ...], bos: str) -> Prom
         return PromptFormat(bos, {}, "\n\nQuestion: ", "\nAnswer:")
     rich_content = "image" in media
     preamble, between, suffix = _split(renderer, [], rich_content)
-    blocks = {}
-    for kind in ("video", "image"):
+    blocks: dict[str, str] = {}
+    kinds: tuple[str, ...] = ("video", "image")
+    for kind in kinds:
         if kind in media:
             before, middle, after = _split(renderer, [{"type": kind}], rich_content)
             if not before.startswith(preamble) or (middle, after) != (between, suffix):
@@ -74,11 +83,9 @@ def prompt_format(renderer: object, *, media: tuple[str, ...], bos: str) -> Prom
     return PromptFormat(preamble, blocks, between, suffix)
 
 
-def _split(renderer: object, items: list[dict], rich_content: bool) -> tuple[str, str, str]:
-    if rich_content:
-        content = [*items, {"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}]
-    else:
-        content = f"{_FIRST}\n\n{_SECOND}"
+def _split(renderer: Renderer, items: list[dict[str, str]], rich_content: bool) -> tuple[str, str, str]:
+    texts = [{"type": "text", "text": text} for text in (_FIRST, _SECOND)]
+    content = [*items, *texts] if rich_content else f"{_FIRST}\n\n{_SECOND}"
     text = renderer.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False, date_string=_DATE
     )

@@ -44,8 +44,7 @@ class Style:
 
 
 def _draw_style(rng: np.random.Generator) -> Style:
-    paper = tuple(int(v) for v in 255 - rng.integers(0, 16, 3))
-    ink = tuple(int(v) for v in rng.integers(15, 75, 3))
+    paper, ink = _rgb(255 - rng.integers(0, 16, 3)), _rgb(rng.integers(15, 75, 3))
     return Style(
         hue=float(rng.random()),
         upright=bool(rng.random() < 0.25),
@@ -56,8 +55,13 @@ def _draw_style(rng: np.random.Generator) -> Style:
     )
 
 
+def _rgb(values: np.ndarray) -> tuple[int, int, int]:
+    red, green, blue = (int(value) for value in values)
+    return red, green, blue
+
+
 @lru_cache(maxsize=64)
-def _font(pixels: int) -> ImageFont.FreeTypeFont:
+def _font(pixels: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(pixels)
 
 
@@ -88,7 +92,13 @@ def _shape_points(shape: str, x: float, y: float, r: float, turn: float) -> list
 
 
 def _draw_entity(
-    brush: ImageDraw.ImageDraw, entity: str, x: float, y: float, r: float, turn: float, rgb
+    brush: ImageDraw.ImageDraw,
+    entity: str,
+    x: float,
+    y: float,
+    r: float,
+    turn: float,
+    rgb: tuple[int, int, int],
 ) -> None:
     shape = entity.split()[1]
     if shape == "circle":
@@ -98,7 +108,7 @@ def _draw_entity(
 
 
 def _draw_glyph(
-    brush: ImageDraw.ImageDraw, text: str, x: float, y: float, pixels: int, style: Style, side
+    brush: ImageDraw.ImageDraw, text: str, x: float, y: float, pixels: int, style: Style, side: int
 ) -> None:
     brush.text(
         (x, y),
@@ -162,14 +172,11 @@ def _draw_card(canvas: Image.Image, card: Card, style: Style, motion: Motion, se
     _draw_glyph(brush, card.letter.upper(), x, y, round(0.31 * side * motion.scale[0]), style, side)
     x, y = other_at * side
     if card.kind == 2:
-        text = str(DIGITS.index(card.digit))
+        text = str(DIGITS.index(card.thing))
         _draw_glyph(brush, text, x, y, round(0.31 * side * motion.scale[1]), style, side)
         return
-    rgb = tuple(
-        int(np.clip(v + t, 0, 255))
-        for v, t in zip(COLOUR_RGB[card.entity.split()[0]], motion.tint, strict=True)
-    )
-    _draw_entity(brush, card.entity, x, y, 0.125 * side * motion.scale[1], turn, rgb)
+    rgb = _rgb(np.clip(np.add(COLOUR_RGB[card.thing.split()[0]], motion.tint), 0, 255))
+    _draw_entity(brush, card.thing, x, y, 0.125 * side * motion.scale[1], turn, rgb)
 
 
 def render_chunk(spec: ChunkSpec, *, fps: float = 2, size: int = 224, seed: int) -> np.ndarray:

@@ -50,6 +50,13 @@ class Card:
         """1 for an entity card, 2 for a digit card."""
         return 1 if self.digit is None else 2
 
+    @property
+    def thing(self) -> str:
+        """What stands beside the letter: the entity of a kind-1 card, the digit of a kind-2 card."""
+        thing = self.entity if self.kind == 1 else self.digit
+        assert thing is not None, "a card shows an entity or a digit"
+        return thing
+
 
 @dataclass(frozen=True)
 class ChunkSpec:
@@ -206,14 +213,14 @@ def answerable(chunks: tuple[ChunkSpec, ...]) -> tuple[list[Query], list[Query]]
     place = {(card.letter, card.kind): (i, card) for i, c in enumerate(chunks) for card in c.cards}
     one_hop, two_hop = [], []
     for (letter, kind), (index, card) in place.items():
-        other, thing = ("entity", card.entity) if kind == 1 else ("digit", card.digit)
-        one_hop.append(Query("letter", other, thing, letter, (index,)))
-        one_hop.append(Query(other, "letter", letter, thing, (index,)))
+        other = "entity" if kind == 1 else "digit"
+        one_hop.append(Query("letter", other, card.thing, letter, (index,)))
+        one_hop.append(Query(other, "letter", letter, card.thing, (index,)))
         if kind == 1 and (letter, 2) in place:
             partner_index, partner = place[letter, 2]
             needed = tuple(sorted((index, partner_index)))
-            two_hop.append(Query("digit", "entity", card.entity, partner.digit, needed))
-            two_hop.append(Query("entity", "digit", partner.digit, card.entity, needed))
+            two_hop.append(Query("digit", "entity", card.thing, partner.thing, needed))
+            two_hop.append(Query("entity", "digit", partner.thing, card.thing, needed))
     return one_hop, two_hop
 
 
@@ -232,11 +239,9 @@ def unanswerable(chunks: tuple[ChunkSpec, ...]) -> tuple[list[Query], list[Query
     for (letter, kind), (index, card) in place.items():
         if (letter, 3 - kind) in place:
             continue
-        asked, given, thing = (
-            ("digit", "entity", card.entity) if kind == 1 else ("entity", "digit", card.digit)
-        )
+        asked, given = ("digit", "entity") if kind == 1 else ("entity", "digit")
         broken.append(Query(asked, "letter", letter, UNKNOWN, (index,)))
-        broken.append(Query(asked, given, thing, UNKNOWN, (index,)))
+        broken.append(Query(asked, given, card.thing, UNKNOWN, (index,)))
     for index in range(NUM_ENTITIES):
         if (name := entity_name(index)) not in shown_entities:
             absent += [Query(asked, "entity", name, UNKNOWN, ()) for asked in ("letter", "digit")]

@@ -14,14 +14,20 @@ import pytest
 from media_files import source_parameters
 
 from kamera_cli.media.errors import MediaError
-from kamera_cli.media.files import content_sha256
 from kamera_cli.media.pixels import Orientation, RgbConverter
-from kamera_cli.media.rules import IMAGE_RULES, PIXEL_RULES, SAMPLING_RULES, TEXT_RULES, decoder_versions
+from kamera_cli.media.source import (
+    IMAGE_RULES,
+    PIXEL_RULES,
+    SAMPLING_RULES,
+    TEXT_RULES,
+    content_sha256,
+    decoder_versions,
+)
 
 
 def test_names_and_hashes_load_no_decoder():
     code = (
-        "import sys, kamera_cli.media.rules as r, kamera_cli.media.files, kamera_cli.media.errors;"
+        "import sys, kamera_cli.media.source as r, kamera_cli.media.errors;"
         "r.decoder_versions(); print(sorted({'av', 'PIL', 'numpy', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from media_files import number_of, picture, source_parameters, write_video
 
+from kamera_cli.media.chunk import Timeline
 from kamera_cli.media.source import Sampling, SamplingError, chunks, inspect, num_chunks
-from kamera_cli.media.timeline import Timeline
 
 
 def read(path, sampling: Sampling) -> list:

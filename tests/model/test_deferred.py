@@ -1,4 +1,4 @@
-"""A question loads a model without the compiler of torch and without torchvision; both work when they are asked for."""
+"""The program loads a model without the compiler of torch and without torchvision; both work when asked for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 BODY = """
 import sys
+from kamera_cli.model import deferred
+deferred.install()
 import kamera_cli.model.runner, kamera_cli.model.loading, kamera_cli.query.answer
 from kamera_cli.model.checkpoint import open_checkpoint
 loaded = kamera_cli.model.loading.load(
@@ -46,6 +48,16 @@ def printed(code: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def lines() -> dict[str, str]:
     return printed(BODY + AFTERWARDS)
+
+
+def test_importing_the_package_leaves_the_imports_of_its_host_alone():
+    code = """
+import sys
+import kamera_cli, kamera_cli.app, kamera_cli.model.loading, kamera_cli.model.runner, kamera_cli.model.deferred
+own = [finder for finder in sys.meta_path if type(finder).__module__.startswith("kamera")]
+print("found", own, "torchvision.transforms" in sys.modules)
+"""
+    assert printed(code)["found"] == "found [] True"
 
 
 def test_a_loaded_model_has_loaded_neither_compiler_nor_torchvision_nor_video_decoder(lines: dict[str, str]):
