@@ -33,7 +33,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         metavar="ID_OR_DIR",
-        help="Checkpoint; the embedded kamera-tiny by default  [env: KAMERA_MODEL]",
+        help="Checkpoint, or a GGUF file; the embedded kamera-tiny by default  [env: KAMERA_MODEL]",
     ),
 ]
 DeviceOption = Annotated[Device | None, typer.Option("--device", help="auto takes the GPU when there is one")]

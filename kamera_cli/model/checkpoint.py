@@ -1,4 +1,4 @@
-"""A checkpoint on disk: where it is, whether it may be used, its fingerprint. Loads neither torch nor transformers.
+"""A checkpoint on disk: where it is, whether it may be used, its fingerprint. A folder is judged without transformers.
 
 The fingerprint is computed from files alone, so that a second ingest of a known source never loads the model.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kamera_cli.errors import NotFoundError, RefusedError
+from kamera_cli.model import gguf
 from kamera_cli.model.architectures import Architecture, architecture_of
 from kamera_cli.model.config_rules import text_fields
 from kamera_cli.model.foreign_code import code_files, refuse_foreign_code
@@ -62,16 +63,16 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder that may be used: supported architecture, complete weights, no remote code without consent.
+    """A checkpoint that may be used: supported architecture, complete weights, no remote code without consent.
 
     Attributes
     ----------
     path : Path
-        The local folder.
+        The local folder, or one GGUF file.
     label : str
         What the user called it.
     config : dict
-        Parsed ``config.json``.
+        Parsed ``config.json``, or what stands for it in a GGUF file.
     """
 
     path: Path
@@ -89,6 +90,11 @@ class Checkpoint:
     def num_layers(self) -> int | None:
         """Decoder layers by ``config.json``; None where it leaves them to the model's class."""
         return self.text.get("num_hidden_layers")
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether config, weights and tokenizer come out of one GGUF file."""
+        return self.weight_files == (self.path,)
 
     @property
     def is_quantised(self) -> bool:
@@ -164,7 +170,7 @@ def open_checkpoint(model: str, *, trust_remote_code: bool = False) -> Checkpoin
     Parameters
     ----------
     model : str
-        ``kamera-tiny``, a folder, or a hub id: from the local cache, or downloaded unless HF_HUB_OFFLINE=1.
+        ``kamera-tiny``, a folder, a GGUF file, or a hub id: cached, or downloaded unless HF_HUB_OFFLINE=1.
 
     Raises
     ------
@@ -175,6 +181,9 @@ def open_checkpoint(model: str, *, trust_remote_code: bool = False) -> Checkpoin
         are missing, pickled, damaged, sharded over ranks, of mixed dtypes, or that contradict ``config.json``.
     """
     path = _locate(model)
+    if path.is_file():
+        config = gguf.read_config(model, path)
+        return Checkpoint(path, model, config, architecture_of(config), (path,))
     config_file = path / "config.json"
     if not config_file.is_file():
         raise NotFoundError(f"model {model}: {path} has no config.json")
@@ -198,6 +207,8 @@ def _locate(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve()
+    if path.suffix == gguf.SUFFIX and path.is_file():
+        return path.absolute()
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise NotFoundError(f"model {model}: no such folder, and not a hub id of the form owner/name")
     from huggingface_hub import snapshot_download

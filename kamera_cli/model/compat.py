@@ -32,6 +32,7 @@ __all__ = [
     "cache_argument",
     "counts_whole_clip",
     "decoder_of",
+    "dequantised",
     "fill_cache",
     "first_tokens",
     "gives_whole_tables",
@@ -52,6 +53,15 @@ def quiet_loading() -> None:
     """Keep the library's bars and advice off stderr: kamera reports progress itself."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+
+
+def dequantised() -> dict[str, object]:
+    """Options by which the weights of a GGUF file are unpacked: always before 5.24, on demand since."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
 
 
 def decoder_of(model: torch.nn.Module) -> torch.nn.Module:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 
 from kamera_cli.errors import RefusedError, UsageError
-from kamera_cli.model import compat
+from kamera_cli.model import compat, gguf
 from kamera_cli.model.checkpoint import Checkpoint
 from kamera_cli.model.weights import decoder_layer
 
@@ -87,6 +87,8 @@ def load(
 def _read(
     checkpoint: Checkpoint, compute: torch.dtype, kernel: str, options: dict[str, bool]
 ) -> tuple[torch.nn.Module, object, object | None, dict]:
+    if checkpoint.is_gguf:
+        return _read_gguf(checkpoint, compute, kernel)
     architecture, source = checkpoint.architecture, str(checkpoint.path)
     auto = (
         compat.AutoModelForImageTextToText
@@ -113,6 +115,27 @@ def _read(
                 f"model {checkpoint.label}: its processor has no {part}, so pictures cannot be read"
             )
     return model, processor.tokenizer, processor, info
+
+
+def _read_gguf(
+    checkpoint: Checkpoint, compute: torch.dtype, kernel: str
+) -> tuple[torch.nn.Module, object, object | None, dict]:
+    with gguf.alone(checkpoint.path) as (folder, name):
+        model, info = compat.AutoModelForCausalLM.from_pretrained(
+            folder,
+            gguf_file=name,
+            dtype=compute,
+            attn_implementation=kernel,
+            output_loading_info=True,
+            local_files_only=True,
+            **compat.dequantised(),
+        )
+        return (
+            model,
+            compat.AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True),
+            None,
+            info,
+        )
 
 
 def _require_whole(checkpoint: Checkpoint, model: torch.nn.Module, info: dict, compute: torch.dtype) -> None:
