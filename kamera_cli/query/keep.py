@@ -17,7 +17,7 @@ import torch
 
 from kamera_cli.library import Library, NewPatch
 from kamera_cli.model.generate import next_token_kl
-from kamera_cli.operator.patch import LayerPatch
+from kamera_cli.operator.patch import MAX_AUTO_RANK, LayerPatch
 from kamera_cli.operator.residual import form
 from kamera_cli.patches.measure import Part, probe_logits
 from kamera_cli.patches.request import PatchOptions
@@ -45,8 +45,9 @@ def keep_patches(
 ) -> tuple[str, ...]:
     """Factor Δ of every chunk after the first, measure the arrangement on the question just asked, and store.
 
-    An exact patch that ``auto`` would use stays as it is, unless it cannot be read. One whose KL was too large is
-    formed anew, with a tenth of what it left out, down to what integers can give.
+    An exact patch that ``auto`` would use stays as it is, unless it cannot be read. So does one that captures too
+    little where forming it anew would capture no more. One whose KL was too large is formed anew, with a tenth of what
+    it left out, down to what integers can give.
 
     Parameters
     ----------
@@ -68,7 +69,10 @@ def keep_patches(
     try:
         worth = known_worth(context)
         canonical = [library.layers(record) for record in records]
-        choices = [_choose(library, chain[:end], max_kl) for end in range(2, len(chain) + 1)]
+        choices = [
+            _choose(library, chain[:end], max_kl, is_weighed=worth is not None)
+            for end in range(2, len(chain) + 1)
+        ]
     except (DamagedError, MissingRecordError) as error:
         context.warn(f"no patches kept: {error}")
         return ()
@@ -107,15 +111,26 @@ class _Stored:
     layers: list[LayerPatch]
 
 
-def _choose(library: Library, chain: Chain, max_kl: float) -> _Stored | PatchOptions:
+def _choose(library: Library, chain: Chain, max_kl: float, *, is_weighed: bool) -> _Stored | PatchOptions:
     """The stored exact patch of the last chunk of a chain where it is sound and good enough, or as good as there is;
-    or else how to form one."""
+    or else how to form one.
+
+    Parameters
+    ----------
+    is_weighed : bool
+        Whether it is known by now what each layer is worth.
+    """
     record = library.find_patch(chain[-1], chain[:-1], "exact")
     if record is None:
         return PatchOptions()
     why_not = refusal(stored_offer(record.key, record.meta), "auto", max_kl)
     request = record.meta["request"]
-    if why_not is None or (why_not == "max_kl" and _is_finest(request)):
+    stays = {
+        None: True,
+        "max_kl": _is_finest(request),
+        "low_energy": _is_as_fine(record.meta, is_weighed=is_weighed),
+    }
+    if stays.get(why_not, False):
         with suppress(DamagedError, MissingRecordError):
             return _Stored(record, library.patch_layers(record))
     if why_not != "max_kl" or request["rank"] != "auto":
@@ -128,6 +143,17 @@ def _is_finest(request: Mapping[str, Any]) -> bool:
     """Whether forming anew gives no better patch, and would only forget the KL that this one states."""
     is_coarse = "budget" in request or request["factor_dtype"] in ("int6", "int4")
     return request["rank"] == "auto" and request["energy"] >= FINEST_ENERGY and not is_coarse
+
+
+def _is_as_fine(meta: Mapping[str, Any], *, is_weighed: bool) -> bool:
+    """Whether forming anew by the defaults gives no more directions: the same work, or a coarser patch for a finer."""
+    request, default = meta["request"], PatchOptions()
+    is_newly_weighed = is_weighed and meta.get("energy_weighted") is None
+    if is_newly_weighed or "budget" in request or request["factor_dtype"] in ("int6", "int4"):
+        return False
+    if request["rank"] == "auto":
+        return bool(request["energy"] >= default.energy)
+    return bool(request["rank"] >= MAX_AUTO_RANK)
 
 
 def _write(context: Context, library: Library, patches: Sequence[NewPatch]) -> tuple[str, ...]:

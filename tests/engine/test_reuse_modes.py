@@ -83,6 +83,28 @@ def test_auto_does_not_answer_from_a_patch_that_captured_too_little(engine):
     assert all(chunk.energy >= AUTO_MIN_ENERGY for chunk in second.chunks[1:])
 
 
+def patches_of(engine) -> list[bytes]:
+    """Headers of all stored patches: a patch that is written again has another one."""
+    return sorted(record.key + repr(record.tensors).encode() for record in engine.store.iterate(kind="patch"))
+
+
+@pytest.mark.parametrize("rank", [None, 1, 3], ids=["nothing compiled", "as fine", "finer"])
+def test_what_the_defaults_cannot_make_finer_is_kept_and_not_formed_again(engine, monkeypatch, rank):
+    """Where the largest rank captures too little, every question is prefilled, but the work is done once."""
+    for module in ("kamera_cli.operator.residual", "kamera_cli.query.keep"):
+        monkeypatch.setattr(f"{module}.MAX_AUTO_RANK", 1)
+    if rank is not None:
+        engine.compile_patches(ORDER, rank=rank)
+    first = engine.query(QUESTION, chunks=ORDER, max_new_tokens=NUM_NEW)
+    assert len(first.patches_kept) == (2 if rank is None else 0)
+    kept = patches_of(engine)
+    assert len(kept) == 2
+    second = engine.query(QUESTION, chunks=ORDER, max_new_tokens=NUM_NEW)
+    assert [chunk.why_not for chunk in second.chunks] == [None, "low_energy", "low_energy"]
+    assert second.patches_kept == () and patches_of(engine) == kept
+    assert second.answer == first.answer == reference(engine, ORDER)[1]
+
+
 @pytest.mark.parametrize("reuse", ["auto", "blind", "none"])
 def test_a_rank_that_was_never_measured_is_only_for_patched(engine, reuse):
     with pytest.raises(UsageError, match="--reuse patched"):
