@@ -178,12 +178,12 @@ def look_at(window: Window, topic: Topic, held: list[Topic]) -> None:
 
 def ask(window: Window, question: str, reuse: str, tally: Tally) -> None:
     """One question over the window as it is."""
-    read = window.engine.store.bytes_read
+    read = window.context.store.bytes_read
     result = window.query(question, reuse=reuse)
     tally.answers.append(result.answer)
     tally.ask_ms.append(result.total_ms)
     tally.prefilled_tokens += result.prefilled_tokens
-    tally.num_bytes += window.engine.store.bytes_read - read
+    tally.num_bytes += window.context.store.bytes_read - read
 
 
 def decoded(engine: Engine, window: Window) -> dict[int, ChunkInputs]:

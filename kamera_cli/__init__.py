@@ -7,12 +7,13 @@ results of each call stand in `kamera_cli.options` and `kamera_cli.results`, wha
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kamera_cli.engine import Engine, Window
+    from kamera_cli.engine import Engine
+    from kamera_cli.handle import Window
     from kamera_cli.settings import Settings
 
 __all__ = ["Engine", "Settings", "Window"]
 
-_HOMES = {"Engine": "engine", "Window": "engine", "Settings": "settings"}
+_HOMES = {"Engine": "engine", "Window": "handle", "Settings": "settings"}
 
 
 def __getattr__(name: str) -> object:

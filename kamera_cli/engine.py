@@ -1,4 +1,4 @@
-"""The engine: ingest, compile_patches, query, evict and recall over one store and one model; and a window in hand.
+"""The engine: ingest, compile_patches, query, evict and recall over one store and one model.
 
 A thin face: what the calls share stands in `kamera_cli.context`, what each may be asked in `kamera_cli.options`, and
 how each is done in the module that it calls. Importing this module loads no torch; the model is loaded by the first
@@ -8,12 +8,12 @@ call that needs it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kamera_cli.context import Context
-from kamera_cli.errors import NotFoundError
+from kamera_cli.handle import Window
 from kamera_cli.options import (
     DEFAULT_WINDOW,
     CompileOptions,
@@ -30,7 +30,6 @@ from kamera_cli.results import (
     QueryPlan,
     QueryResult,
     RecallResult,
-    WindowEntry,
     WindowView,
 )
 from kamera_cli.settings import Settings, checked_name
@@ -158,9 +157,6 @@ class Engine:
         ----------
         sources : sequence of path
             Videos, images or UTF-8 text files.
-        options : IngestOptions, optional
-        **fields
-            Fields of `IngestOptions`.
 
         Raises
         ------
@@ -193,9 +189,6 @@ class Engine:
         ----------
         chunks : sequence of str or int, or None
             An order (numbers, names, ids); None for the window's own.
-        options : CompileOptions, optional
-        **fields
-            Fields of `CompileOptions`.
 
         Raises
         ------
@@ -223,9 +216,6 @@ class Engine:
         Parameters
         ----------
         question : str
-        options : QueryOptions, optional
-        **fields
-            Fields of `QueryOptions`.
 
         Raises
         ------
@@ -248,12 +238,6 @@ class Engine:
 
     def explain(self, options: QueryOptions | None = None, **fields: Any) -> QueryPlan:
         """What a query with these options would use, and what it would read; nothing is read or run.
-
-        Parameters
-        ----------
-        options : QueryOptions, optional
-        **fields
-            Fields of `QueryOptions`.
 
         Raises
         ------
@@ -278,9 +262,6 @@ class Engine:
         ----------
         chunks : sequence of str or int, or None
             Numbers, names or ids; None with ``oldest``.
-        options : EvictOptions, optional
-        **fields
-            Fields of `EvictOptions`.
 
         Raises
         ------
@@ -314,9 +295,6 @@ class Engine:
         ----------
         chunks : sequence of str or int
             Numbers, names or ids, in the order in which they come back.
-        options : RecallOptions, optional
-        **fields
-            Fields of `RecallOptions`.
 
         Raises
         ------
@@ -353,7 +331,7 @@ class Engine:
         >>> [entry.name for entry in window.chunks]
         ['red.txt#1', 'blue.txt#1']
         """
-        return Window(self, checked_name("window", name))
+        return Window(self.context, checked_name("window", name))
 
     def window(self, name: str = DEFAULT_WINDOW) -> WindowView:
         """A window of this tenant as it is stored.
@@ -379,72 +357,6 @@ class Engine:
         ['default']
         """
         return list_windows(self.store, self.settings.tenant)
-
-
-@dataclass(frozen=True)
-class Window:
-    """A named window of an engine: what it sees now, in order, and what can come back.
-
-    Get one with ``Engine.open_window``. Nothing is remembered here: the window stands in the store, so two handles of
-    one name, or another process, see the same one. Each method is the engine's of the same name with this window,
-    takes its other options as keywords and raises the same errors. Chunks are named by number, name or id.
-
-    Attributes
-    ----------
-    engine : Engine
-    name : str
-
-    Examples
-    --------
-    >>> window = engine.open_window("notes")
-    >>> result = window.ingest("red.txt", "blue.txt")
-    >>> moved = window.evict(1)
-    >>> [entry.number for entry in window.chunks], [entry.number for entry in window.evicted]
-    ([2], [1])
-    """
-
-    engine: Engine
-    name: str
-
-    @property
-    def view(self) -> WindowView | None:
-        """The window as stored; None before the first ingest."""
-        try:
-            return self.engine.window(self.name)
-        except NotFoundError:
-            return None
-
-    @property
-    def chunks(self) -> tuple[WindowEntry, ...]:
-        """What the window holds, in order."""
-        view = self.view
-        return () if view is None else view.entries
-
-    @property
-    def evicted(self) -> tuple[WindowEntry, ...]:
-        """What has left and can be recalled."""
-        view = self.view
-        return () if view is None else view.evicted
-
-    def ingest(self, *sources: str | Path, **fields: Any) -> IngestResult:
-        """Encode sources once and append their chunks; see ``Engine.ingest``."""
-        return self.engine.ingest(sources, window=self.name, **fields)
-
-    def query(self, question: str, chunks: Sequence[str | int] | None = None, **fields: Any) -> QueryResult:
-        """Answer from what the window holds, or from some of it in the order given; see ``Engine.query``."""
-        return self.engine.query(question, window=self.name, chunks=chunks, **fields)
-
-    def evict(self, *chunks: str | int, **fields: Any) -> EvictResult:
-        """Take chunks out, or the ``oldest`` ones; the store keeps them unless ``purge``. See ``Engine.evict``."""
-        return self.engine.evict(chunks or None, window=self.name, **fields)
-
-    def recall(self, *chunks: str | int, **fields: Any) -> RecallResult:
-        """Put evicted chunks back, each patched for what then stands before it; see ``Engine.recall``."""
-        return self.engine.recall(chunks, window=self.name, **fields)
-
-    def compile_patches(self, chunks: Sequence[str | int] | None = None, **fields: Any) -> CompileResult:
-        """Form patches ahead of a question; see ``Engine.compile_patches``."""
-        return self.engine.compile_patches(chunks, window=self.name, **fields)
 
 
 def _merged(kind: type[Options], options: Options | None, fields: dict[str, Any]) -> Options:

@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING
 from kamera_cli.errors import RefusedError, UsageError
 from kamera_cli.options import EvictOptions
 from kamera_cli.results import EvictResult, WindowEntry, WindowView
-from kamera_cli.window import (
-    list_windows,
-    load_window,
-    pick,
-    purged,
-    refuse_what_left,
-    update_window,
-    without,
-)
+from kamera_cli.window import list_windows, load_window, pick, refuse_what_left, update_window
+from kamera_cli.window_changes import purged, without
 from kamera_store.format.records import Record
 from kamera_store.kvstore import KVStore
 

@@ -18,7 +18,8 @@ from kamera_cli.options import RecallOptions
 from kamera_cli.patches.form import form_chains
 from kamera_cli.patches.request import PatchOptions
 from kamera_cli.results import RecallResult, WindowEntry, WindowView
-from kamera_cli.window import Chain, conditioning, load_window, pick, recalled, reconditioned, update_window
+from kamera_cli.window import Chain, conditioning, load_window, pick, update_window
+from kamera_cli.window_changes import recalled, reconditioned
 
 if TYPE_CHECKING:
     from kamera_cli.context import Context

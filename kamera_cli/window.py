@@ -1,12 +1,13 @@
 """Windows: ordered chunks with the antecedents that each is conditioned on, and how the store keeps them.
 
-What changes a window is a pure function from one to another; `update_window` applies it to the stored one.
+What changes a window is a pure function of `kamera_cli.window_changes`; `update_window` applies it to the stored one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.results import WindowEntry, WindowView
@@ -41,97 +42,6 @@ class Conditioned:
 def identity_of(entry: WindowEntry) -> Identity:
     """Key and proof of the chunk that a window entry means."""
     return Identity("chunk", bytes.fromhex(entry.chunk), bytes.fromhex(entry.digest))
-
-
-def appended(window: WindowView, new: Sequence[WindowEntry]) -> WindowView:
-    """Add chunks at the end, each conditioned on what stands before it; a chunk that is there already stays.
-
-    No number is given twice, not even that of a chunk that was purged.
-    """
-    entries = list(window.entries)
-    evicted = list(window.evicted)
-    number = window.next_number
-    for entry in new:
-        if any(entry.chunk == present.chunk for present in entries):
-            continue
-        known = next((old for old in evicted if old.chunk == entry.chunk), None)
-        if known is not None:
-            evicted.remove(known)
-        before = tuple(present.chunk for present in entries)
-        entries.append(replace(entry, number=known.number if known else number, conditioned_on=before))
-        number += known is None
-    return replace(window, entries=tuple(entries), evicted=tuple(evicted), next_number=number)
-
-
-def without(window: WindowView, leaving: Sequence[WindowEntry]) -> WindowView:
-    """Take chunks out. Survivors keep their conditioning (forward-lossless, not retroactive).
-
-    A chunk that has left meanwhile is passed over.
-    """
-    gone = {entry.chunk for entry in leaving}
-    kept = tuple(entry for entry in window.entries if entry.chunk not in gone)
-    left = tuple(entry for entry in window.entries if entry.chunk in gone)
-    return replace(window, entries=kept, evicted=(*window.evicted, *left))
-
-
-def purged(window: WindowView, leaving: Sequence[WindowEntry]) -> WindowView:
-    """Forget chunks altogether: they can not be recalled."""
-    gone = {entry.chunk for entry in leaving}
-    return replace(
-        window,
-        entries=tuple(entry for entry in window.entries if entry.chunk not in gone),
-        evicted=tuple(entry for entry in window.evicted if entry.chunk not in gone),
-    )
-
-
-def recalled(window: WindowView, returning: Sequence[WindowEntry], at: int | None) -> WindowView:
-    """Put evicted chunks back in the given order, before index ``at`` (None: at the end).
-
-    Each is conditioned on what now stands before it; what stands after it keeps its conditioning.
-
-    Raises
-    ------
-    UsageError
-        The window already holds the chunk, or ``at`` lies outside the window.
-    """
-    entries = list(window.entries)
-    where = len(entries) if at is None else at
-    if not 0 <= where <= len(entries):
-        raise UsageError(f"--at {where + 1}: window {window.name} has {len(entries)} chunks")
-    for entry in returning:
-        if any(entry.chunk == present.chunk for present in entries):
-            raise UsageError(f"chunk {entry.number} ({entry.name}) is already in window {window.name}")
-        before = tuple(present.chunk for present in entries[:where])
-        entries.insert(where, replace(entry, conditioned_on=before))
-        where += 1
-    back = {entry.chunk for entry in returning}
-    left = tuple(entry for entry in window.evicted if entry.chunk not in back)
-    return replace(window, entries=tuple(entries), evicted=left)
-
-
-def reconditioned(window: WindowView, chunks: Collection[str] | None = None) -> WindowView:
-    """Some chunks (None: every one) conditioned on what stands before them now, as after a prefill of the window."""
-    keys = [entry.chunk for entry in window.entries]
-    return replace(
-        window,
-        entries=tuple(
-            replace(entry, conditioned_on=tuple(keys[:index]))
-            if chunks is None or entry.chunk in chunks
-            else entry
-            for index, entry in enumerate(window.entries)
-        ),
-    )
-
-
-def forgetting(window: WindowView) -> WindowView:
-    """Every chunk conditioned only on those of its antecedents that still stand before it."""
-    before: set[str] = set()
-    entries = []
-    for entry in window.entries:
-        kept = tuple(key for key in entry.conditioned_on if key in before)
-        entries.append(replace(entry, conditioned_on=kept))
-        before.add(entry.chunk)
-    return replace(window, entries=tuple(entries))
 
 
 def pick(entries: Sequence[WindowEntry], names: Sequence[str], where: str) -> tuple[WindowEntry, ...]:
@@ -281,8 +191,8 @@ def _state_name(tenant: str, name: str) -> str:
     return f"{checked_name('tenant', tenant)}/{checked_name('window', name)}"
 
 
-def _from_json(value: Mapping) -> WindowView:
-    def entries(rows: Sequence[Mapping]) -> tuple[WindowEntry, ...]:
+def _from_json(value: Mapping[str, Any]) -> WindowView:
+    def entries(rows: Sequence[Mapping[str, Any]]) -> tuple[WindowEntry, ...]:
         return tuple(WindowEntry(**{**row, "conditioned_on": tuple(row["conditioned_on"])}) for row in rows)
 
     return WindowView(

@@ -22,9 +22,9 @@ FOUNDATION = {"errors", "media", "options", "results", "settings", "trust", "wor
 LAYERS = (
     FACE,
     {"bench"},
-    {"__init__", "engine"},
+    {"__init__", "engine", "handle"},
     {"evict", "ingest", "patches", "query", "recall"},
-    {"context", "factors", "hot", "library", "model", "operator", "tiny", "window"},
+    {"context", "factors", "hot", "library", "model", "operator", "tiny", "window", "window_changes"},
     FOUNDATION,
 )
 """Parts of kamera_cli: each may import its own layer and those below it, and kamera_store, which is below them all."""
@@ -37,7 +37,7 @@ MAY_IMPORT = {
 }
 """Parts that may import these and the foundation, and nothing else of kamera_cli."""
 
-NO_TORCH = FACE | (FOUNDATION - {"media"}) | {"__init__", "context", "engine", "evict", "window"}
+NO_TORCH = FACE | (FOUNDATION - {"media"}) | {"__init__", "context", "engine", "evict", "handle", "window", "window_changes"}
 """Parts that import no torch at their top level, nor anything that does."""
 
 FOREIGN_PRIVATE = {"_attn_implementation"}

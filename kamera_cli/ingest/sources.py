@@ -26,7 +26,8 @@ from kamera_cli.results import (
     WindowEntry,
     WindowView,
 )
-from kamera_cli.window import appended, load_window, update_window
+from kamera_cli.window import load_window, update_window
+from kamera_cli.window_changes import appended
 from kamera_store.errors import NoRoomError
 from kamera_store.format.records import Record
 

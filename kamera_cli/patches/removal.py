@@ -17,7 +17,8 @@ from kamera_cli.patches.form import form_chains
 from kamera_cli.patches.measure import Part, probe_logits
 from kamera_cli.patches.request import PatchOptions
 from kamera_cli.results import CompileResult, WindowView
-from kamera_cli.window import conditioning, forgetting, identity_of, update_window
+from kamera_cli.window import conditioning, identity_of, update_window
+from kamera_cli.window_changes import forgetting
 
 if TYPE_CHECKING:
     from kamera_cli.context import Context

@@ -21,7 +21,8 @@ from kamera_cli.query.read import Reading, Ready, read_and_assemble
 from kamera_cli.query.receipt import receipts_of, remembered, warnings_of
 from kamera_cli.results import QueryResult, Stages
 from kamera_cli.trust import WhyNot
-from kamera_cli.window import load_window, ordered, reconditioned, update_window
+from kamera_cli.window import load_window, ordered, update_window
+from kamera_cli.window_changes import reconditioned
 from kamera_cli.words import advice, chunks_words, compile_command, misses_words
 from kamera_store.errors import DamagedError, MissingRecordError
 from kamera_store.format.records import Record

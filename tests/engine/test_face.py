@@ -14,6 +14,7 @@ from typing import get_args
 import pytest
 
 import kamera_cli.engine
+import kamera_cli.handle
 from kamera_cli import Engine, Settings, Window
 from kamera_cli.errors import UsageError
 from kamera_cli.operator.patch import FACTOR_DTYPES
@@ -36,7 +37,9 @@ def public(kind: type) -> list[str]:
 
 def test_every_example_runs_and_every_call_has_one(two_cards):
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
-    examples = {test.name.removeprefix("kamera_cli.engine."): test for test in finder.find(kamera_cli.engine)}
+    found = [*finder.find(kamera_cli.engine), *finder.find(kamera_cli.handle)]
+    examples = {test.name.split(".", 2)[-1]: test for test in found if test.name.count(".") > 1}
+    assert examples["Window"].examples
     assert [name for name in public(Engine) if not examples[f"Engine.{name}"].examples] == []
     with Engine(Settings(device="cpu", store=Path("filled"))) as first:
         first.ingest(["red.txt", "blue.txt"])

@@ -86,10 +86,11 @@ def test_a_recalled_chunk_has_what_a_prefill_after_the_survivors_gives(engine):
         torch.testing.assert_close(restored, after.rotary.flatten(1), rtol=1e-4, atol=1e-4)
 
 
-def test_a_receipt_that_does_not_say_what_a_window_still_knows(open_engine, tmp_path):
+def test_the_receipt_says_what_a_window_still_knows(open_engine, tmp_path):
     from rich.console import Console
 
-    from kamera_cli.commands.query import payload, view
+    from kamera_cli.output.receipt import answer_view
+    from kamera_cli.words import to_json
 
     engine = open_engine("llama")
     ingest(engine, "llama", tmp_path)
@@ -97,10 +98,10 @@ def test_a_receipt_that_does_not_say_what_a_window_still_knows(open_engine, tmp_
     assert engine.query(QUESTION, reuse="patched", max_new_tokens=1).remembered == ()
     engine.evict(["1"])
     slid = engine.query(QUESTION, reuse="patched", max_new_tokens=1)
-    assert slid.remembered == (1,) and payload(slid)["remembered"] == [1]
+    assert slid.remembered == (1,) and to_json(slid)["remembered"] == (1,)
     console = Console(width=200)
     with console.capture() as shown:
-        console.print(*view(slid), sep="\n")
+        console.print(*answer_view(slid), sep="\n")
     assert "chunk 1 left the window, but what the others took in from it is kept" in shown.get()
     assert engine.query(QUESTION, chunks=["2", "3"], max_new_tokens=1).remembered == ()
     engine.compile_patches(kind="removal")

@@ -8,16 +8,8 @@ from hypothesis import strategies as st
 
 from kamera_cli.errors import NotFoundError, UsageError
 from kamera_cli.results import WindowEntry, WindowView
-from kamera_cli.window import (
-    appended,
-    load_window,
-    pick,
-    purged,
-    recalled,
-    reconditioned,
-    update_window,
-    without,
-)
+from kamera_cli.window import load_window, pick, update_window
+from kamera_cli.window_changes import appended, purged, recalled, reconditioned, without
 from kamera_store import KVStore
 
 KEYS = [f"{index:02x}" * 16 for index in range(1, 8)]
