@@ -1,4 +1,4 @@
-"""What the engine keeps in the store: chunks and patches as records of one tenant and one model fingerprint.
+"""What the engine keeps in the store, as it is read: chunks and patches of one tenant and one model fingerprint.
 
 A chunk keeps everything that is ever needed of it again: token ids, embeddings as the language model receives them,
 relative positions and canonical KV. Nothing is decoded or seen by the vision tower a second time.
@@ -14,18 +14,16 @@ from typing import Any, TypeVar
 import torch
 
 from kamera_cli.errors import NotFoundError
-from kamera_cli.factors import LayerReader, packing_of, require_known_factors, tensors_of
+from kamera_cli.factors import LayerReader, require_known_factors
 from kamera_cli.hot import HotCache, Part, Version
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import ChunkInputs, Deepstack, Segment
 from kamera_cli.model.positions import RelativePositions
-from kamera_cli.model.runner import EncodedChunk
 from kamera_cli.operator.patch import LayerPatch
-from kamera_cli.operator.ranks import weighted_energy
 from kamera_cli.results import WindowEntry
 from kamera_cli.trust import StoredKind
 from kamera_cli.window import identity_of
-from kamera_store.errors import DamagedError, DamagedRecordWarning, MissingRecordError
+from kamera_store.errors import DamagedError, DamagedRecordWarning
 from kamera_store.format.keys import Identity, chunk_identity, patch_identity
 from kamera_store.format.records import Record, TensorBytes, TensorInfo
 from kamera_store.format.tensors import to_bytes, to_torch
@@ -35,31 +33,6 @@ FindPatch = Callable[[Identity, Sequence[Identity], StoredKind], Record | None]
 """`Library.find_patch`, or one that answers the same faster."""
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class NewPatch:
-    """A patch that is to be written.
-
-    Attributes
-    ----------
-    chunk : Record
-        What it is a patch of.
-    antecedents : sequence of Identity
-        In order for ``exact``; the order does not matter for ``orbit``.
-    layers : list of LayerPatch
-    meta : mapping
-        What was measured and asked for; strict JSON.
-    cost_ms : float
-        What it took to form.
-    """
-
-    chunk: Record
-    antecedents: Sequence[Identity]
-    kind: StoredKind
-    layers: list[LayerPatch]
-    meta: Mapping[str, Any]
-    cost_ms: float
 
 
 @dataclass(frozen=True)
@@ -105,52 +78,6 @@ class Library:
     def find_chunk(self, entry: WindowEntry) -> Record | None:
         """The record of a window's chunk; None when it is gone, or is not the one that the window means."""
         return self.store.find(identity_of(entry), tenant=self.tenant)
-
-    def put_chunk(
-        self,
-        identity: Identity,
-        inputs: ChunkInputs,
-        encoded: EncodedChunk,
-        *,
-        unit: str,
-        meta: Mapping[str, Any],
-    ) -> bool:
-        """Write a chunk; False when it was there already.
-
-        Parameters
-        ----------
-        unit : str
-            The media unit that it is evicted with.
-        meta : mapping
-            What is known of its source; strict JSON.
-
-        Raises
-        ------
-        NoRoomError
-            Quota or disk are full, even after eviction.
-        """
-        tensors = [
-            to_bytes("token_ids", inputs.token_ids),
-            to_bytes("positions", inputs.positions.ids),
-            to_bytes("embeddings", encoded.segment.embeddings),
-        ]
-        if (deepstack := encoded.segment.deepstack) is not None:
-            tensors += [to_bytes("deepstack_at", deepstack.at), to_bytes("deepstack", deepstack.features)]
-        for layer, kv in enumerate(encoded.layers):
-            pair = zip(self.names, (kv.rotary, kv.plain), strict=True)
-            tensors += [to_bytes(name, tensor, layer=layer) for name, tensor in pair]
-        described = {
-            "kind": inputs.kind,
-            "num_tokens": inputs.num_tokens,
-            "span": inputs.positions.span,
-            "num_layers": len(encoded.layers),
-            "fingerprint": self.fingerprint,
-            **meta,
-        }
-        cost_ms = encoded.vision_ms + encoded.prefill_ms
-        return self.store.put(
-            identity, tenant=self.tenant, unit=unit, meta=described, tensors=tensors, cost_ms=cost_ms
-        )
 
     def segment(self, record: Record) -> Segment:
         """Stored embeddings and positions: what a conditioned forward starts from. Not to be written into."""
@@ -203,78 +130,6 @@ class Library:
             return None
         require_known_factors(found)
         return found
-
-    def put_patches(self, patches: Sequence[NewPatch]) -> list[Record]:
-        """Write patches in one transaction, each in place of an older one for the same conditioning; their records.
-
-        Raises
-        ------
-        NoRoomError
-            Quota or disk are full, even after eviction.
-        MissingRecordError
-            Another process removed one at once.
-        """
-        items = [self._item(patch) for patch in patches]
-        self.store.put_all(items, replace=True)
-        return [self._written(item["identity"]) for item in items]
-
-    def _written(self, identity: Identity) -> Record:
-        record = self.store.find(identity, tenant=self.tenant)
-        if record is None:
-            raise MissingRecordError(identity.key)
-        return record
-
-    def restate(self, record: Record, meta: Mapping[str, Any]) -> None:
-        """Change what a stored patch says of itself; its factors stay as they are, byte for byte.
-
-        Raises
-        ------
-        MissingRecordError
-            It was removed meanwhile, or formed anew.
-        """
-        current = self.store.get(record.key)
-        if current is None or self.version(current) != self.version(record):
-            raise MissingRecordError(record.key)
-        self.store.put(
-            Identity("patch", record.key, record.digest),
-            tenant=record.tenant,
-            unit=record.unit,
-            meta={**record.meta, **meta},
-            tensors=self.store.read(record).values(),
-            cost_ms=record.cost_ms,
-            created_s=record.created_s,
-            replace=True,
-        )
-
-    def _item(self, new: NewPatch) -> dict[str, Any]:
-        """What the store is given of a patch."""
-        chunk, layers = new.chunk, new.layers
-        of_chunk = Identity("chunk", chunk.key, chunk.digest)
-        identity = self.patch_identity(of_chunk, new.antecedents, new.kind)
-        weighted = weighted_energy(
-            [part for patch in layers for part in ((patch.rotary_worth, patch.rotary_energy),
-                                                   (patch.plain_worth, patch.plain_energy))]
-        )  # fmt: skip
-        meta = {
-            "chunk": of_chunk.id,
-            "antecedents": [antecedent.id for antecedent in new.antecedents],
-            "kind": new.kind,
-            "ranks": [patch.rank for patch in layers],
-            "energy": [min(patch.rotary_energy, patch.plain_energy) for patch in layers],
-            "energy_weighted": weighted,
-            "split": [[patch.rotary.rank, patch.plain.rank] for patch in layers],
-            "factors": packing_of(layers),
-            "fingerprint": self.fingerprint,
-            **new.meta,
-        }
-        return {
-            "identity": identity,
-            "tenant": self.tenant,
-            "unit": chunk.unit,
-            "meta": meta,
-            "tensors": tensors_of(self.names, layers),
-            "cost_ms": new.cost_ms,
-        }
 
     def patch_layers(self, record: Record) -> list[LayerPatch]:
         """All layers of a patch. Not to be written into."""

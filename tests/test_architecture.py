@@ -24,7 +24,18 @@ LAYERS = (
     {"bench"},
     {"__init__", "engine", "handle"},
     {"evict", "ingest", "patches", "query", "recall"},
-    {"context", "factors", "hot", "library", "model", "operator", "tiny", "window", "window_changes"},
+    {
+        "context",
+        "factors",
+        "hot",
+        "library",
+        "model",
+        "operator",
+        "tiny",
+        "window",
+        "window_changes",
+        "writing",
+    },
     FOUNDATION,
 )
 """Parts of kamera_cli: each may import its own layer and those below it, and kamera_store, which is below them all."""
@@ -37,7 +48,11 @@ MAY_IMPORT = {
 }
 """Parts that may import these and the foundation, and nothing else of kamera_cli."""
 
-NO_TORCH = FACE | (FOUNDATION - {"media"}) | {"__init__", "context", "engine", "evict", "handle", "window", "window_changes"}
+NO_TORCH = (
+    FACE
+    | (FOUNDATION - {"media"})
+    | {"__init__", "context", "engine", "evict", "handle", "window", "window_changes"}
+)
 """Parts that import no torch at their top level, nor anything that does."""
 
 FOREIGN_PRIVATE = {"_attn_implementation"}

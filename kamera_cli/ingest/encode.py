@@ -17,6 +17,7 @@ from kamera_cli.model.inputs import TYPES, ChunkInputs
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.options import IngestOptions
 from kamera_cli.results import IngestedChunk, IngestedSource, Progress
+from kamera_cli.writing import put_chunk
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record
 
@@ -186,7 +187,7 @@ class _Encoder:
         self.spent["encode"] += encoded.vision_ms
         self.spent["prefill"] += encoded.prefill_ms
         writing = time.perf_counter()
-        context.library.put_chunk(identity, inputs, encoded, unit=self._unit, meta=meta)
+        put_chunk(context.library, identity, inputs, encoded, unit=self._unit, meta=meta)
         record = context.store.find(identity, tenant=context.tenant)
         if record is None:
             raise KameraError(

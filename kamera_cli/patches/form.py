@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kamera_cli.library import NewPatch, require_record
+from kamera_cli.library import require_record
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.runner import ModelRunner
@@ -26,6 +26,7 @@ from kamera_cli.patches.tree import Prefilled, count_branches, each_branch, maxi
 from kamera_cli.patches.worth import known_worth, learned_worth
 from kamera_cli.results import CompileResult, FormedPatch, Progress
 from kamera_cli.window import Chain
+from kamera_cli.writing import NewPatch, put_patches
 
 if TYPE_CHECKING:
     from kamera_cli.context import Context
@@ -242,7 +243,7 @@ def _written(
     older = [library.find_patch(chain[-1], chain[:-1], "exact") for chain in chains]
     started = time.perf_counter()
     shared_ms = branch.prefill_ms / branch.num_chunks
-    stored = library.put_patches([
+    stored = put_patches(library, [
         NewPatch(
             one.chain[-1].stored, chain[:-1], "exact", one.patch,
             meta={"kl": one.kl, "kl_blind": one.kl_blind, **options.stated}, cost_ms=one.form_ms + shared_ms,

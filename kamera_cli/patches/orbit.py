@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kamera_cli.library import NewPatch, require_record
+from kamera_cli.library import require_record
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.runner import ModelRunner
@@ -32,6 +32,7 @@ from kamera_cli.patches.tree import conditioned
 from kamera_cli.patches.worth import known_worth, learned_worth
 from kamera_cli.results import CompileResult, FormedPatch, Progress
 from kamera_cli.window import Chain
+from kamera_cli.writing import NewPatch, put_patches
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record
 
@@ -207,7 +208,7 @@ def _formed(
         cost_ms = form_ms + costs.prefill_ms / len(patches)
         members = [(names[chunk], tuple(names[one] for one in of)) for of in sets]
         older = [context.library.find_patch(*member, "orbit") for member in members]
-        stored = context.library.put_patches([
+        stored = put_patches(context.library, [
             NewPatch(
                 chunk.stored, antecedents, "orbit", patches[chunk, of], {**found, **options.stated}, cost_ms
             )

@@ -25,6 +25,7 @@ from kamera_cli.patches.request import PatchOptions
 from kamera_cli.patches.tree import conditioned
 from kamera_cli.results import CompileResult, ComposedBound, Progress
 from kamera_cli.window import Chain
+from kamera_cli.writing import restate
 from kamera_store.errors import MissingRecordError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _calibrated(context: Context, links: Chain, question: str) -> tuple[Composed
     probe = runner.question_ids(question)
     bounds = calibrate(runner, tuple(chunks.values()), pairs, probe, on_progress=context.progress)
     for record in records:
-        library.restate(record, with_calibration(record.meta, [link.id for link in links], bounds))
+        restate(library, record, with_calibration(record.meta, [link.id for link in links], bounds))
     return bounds
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kamera_cli.library import Library, NewPatch
+from kamera_cli.library import Library
 from kamera_cli.model.generate import next_token_kl
 from kamera_cli.operator.patch import MAX_AUTO_RANK, LayerPatch
 from kamera_cli.operator.residual import form
@@ -27,6 +27,7 @@ from kamera_cli.query.read import Ready
 from kamera_cli.trust import AUTO_MAX_KL, refusal, stored_offer
 from kamera_cli.window import Chain, identity_of
 from kamera_cli.words import format_number
+from kamera_cli.writing import NewPatch, put_patches, restate
 from kamera_store.errors import DamagedError, MissingRecordError, NoRoomError, ReadOnlyError
 from kamera_store.format.keys import Identity
 from kamera_store.format.records import Record
@@ -159,11 +160,11 @@ def _is_as_fine(meta: Mapping[str, Any], *, is_weighed: bool) -> bool:
 def _write(context: Context, library: Library, patches: Sequence[NewPatch]) -> tuple[str, ...]:
     """Ids of what was written: all of it in one transaction, or as many as there is room for."""
     with suppress(NoRoomError, ReadOnlyError):
-        return tuple(record.id for record in library.put_patches(patches))
+        return tuple(record.id for record in put_patches(library, patches))
     kept: list[str] = []
     for patch in patches:
         try:
-            kept += [record.id for record in library.put_patches([patch])]
+            kept += [record.id for record in put_patches(library, [patch])]
         except (NoRoomError, ReadOnlyError) as error:
             context.warn(f"{len(kept)} of {len(patches)} patches kept: {error}")
             break
@@ -217,7 +218,7 @@ def _raised(library: Library, record: Record, kl: float) -> bool:
     # Another process may have raised it since it was read.
     if stored.meta["kl"] is not None and stored.meta["kl"] >= kl:
         return False
-    library.restate(stored, {"kl": kl, "probe": PROBE})
+    restate(library, stored, {"kl": kl, "probe": PROBE})
     return True
 
 

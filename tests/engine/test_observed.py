@@ -7,6 +7,7 @@ from engine_setups import QUESTION, ingest
 import kamera_cli.query.answer as jobs_query
 from kamera_cli.query.compare import compare
 from kamera_cli.query.keep import FINEST_ENERGY
+from kamera_cli.writing import restate
 
 OTHERS = ["number seven: what letter goes with it?", "tell me which shape is paired with letter k.", "who?"]
 ORDER = ["2", "3", "1"]
@@ -26,7 +27,7 @@ def compiled(open_engine, tmp_path, **options):
 def test_a_worse_question_raises_what_the_patches_state_and_a_better_one_does_not(open_engine, tmp_path):
     engine = compiled(open_engine, tmp_path, energy=0.96)
     for chunk in engine.explain(chunks=ORDER).chunks[1:]:
-        engine.library.restate(engine.store.get(bytes.fromhex(chunk.patches[-1])), {"kl": 0.0})
+        restate(engine.library, engine.store.get(bytes.fromhex(chunk.patches[-1])), {"kl": 0.0})
     worst = 0.0
     for question in [QUESTION, *OTHERS]:
         compared = engine.query(question, chunks=ORDER, reuse="patched", compare=True, max_new_tokens=1)
@@ -75,7 +76,7 @@ def test_a_comparison_says_nothing_of_patches_for_another_order(open_engine, tmp
 def test_the_finest_patch_keeps_the_largest_kl_that_was_seen_with_it(open_engine, tmp_path):
     engine = compiled(open_engine, tmp_path, energy=FINEST_ENERGY)
     for chunk in engine.explain(chunks=ORDER).chunks[1:]:
-        engine.library.restate(engine.store.get(bytes.fromhex(chunk.patches[-1])), {"kl": 0.5})
+        restate(engine.library, engine.store.get(bytes.fromhex(chunk.patches[-1])), {"kl": 0.5})
     easier = engine.query(QUESTION, chunks=ORDER, max_new_tokens=1)
     assert easier.fallback is not None and not easier.patches_kept
     assert stated(engine) == [None, 0.5, 0.5]
@@ -84,7 +85,7 @@ def test_the_finest_patch_keeps_the_largest_kl_that_was_seen_with_it(open_engine
 def test_a_patch_of_coarse_integers_is_not_the_finest(open_engine, tmp_path):
     engine = compiled(open_engine, tmp_path, energy=FINEST_ENERGY, factor_dtype="int6")
     for chunk in engine.explain(chunks=ORDER, reuse="patched").chunks[1:]:
-        engine.library.restate(engine.store.get(bytes.fromhex(chunk.patches[-1])), {"kl": 0.5})
+        restate(engine.library, engine.store.get(bytes.fromhex(chunk.patches[-1])), {"kl": 0.5})
     assert len(engine.query(QUESTION, chunks=ORDER, max_new_tokens=1).patches_kept) == 2
 
 
@@ -106,7 +107,7 @@ def test_of_two_comparisons_at_once_the_larger_kl_is_kept(open_engine, tmp_path,
 
     def state(kl):
         for patch in patches:
-            other.library.restate(other.store.get(patch), {"kl": kl})
+            restate(other.library, other.store.get(patch), {"kl": kl})
 
     state(0.0)
     measured = measuring_while(engine, monkeypatch, lambda: state(1e-9))
@@ -119,6 +120,6 @@ def test_a_patch_that_was_purged_meanwhile_costs_no_other_its_kl(open_engine, tm
     engine = compiled(open_engine, tmp_path, energy=0.96)
     first, second = [bytes.fromhex(chunk.patches[-1]) for chunk in engine.explain(chunks=ORDER).chunks[1:]]
     for patch in (first, second):
-        engine.library.restate(engine.store.get(patch), {"kl": 0.0})
+        restate(engine.library, engine.store.get(patch), {"kl": 0.0})
     measured = measuring_while(engine, monkeypatch, lambda: engine.store.delete([first]))
     assert engine.store.get(second).meta["kl"] == measured > 0.0
