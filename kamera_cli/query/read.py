@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kamera_cli.library import Library, assembly_size
+from kamera_cli.library import Library
 from kamera_cli.model.compat import DynamicCache
 from kamera_cli.model.families.family import LayerKV
 from kamera_cli.model.inputs import Segment
@@ -17,8 +17,9 @@ from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
 from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.query.arrange import merged
+from kamera_cli.query.batch import Batch
 from kamera_cli.results import Stages
-from kamera_store.format.records import Record, TensorBytes
+from kamera_store.format.records import Record
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def read_and_assemble(
     """
     started = time.perf_counter()
     clock = _Clock()
-    batch = _Batch(library, [*records, *itertools.chain.from_iterable(patches)])
+    batch = Batch(library, [*records, *itertools.chain.from_iterable(patches)])
     positions = [library.positions(record) for record in records]
     sizes = [(runner.preamble.positions, runner.preamble.num_tokens)]
     sizes += [(ids, record.meta["num_tokens"]) for ids, record in zip(positions, records, strict=True)]
@@ -116,13 +117,13 @@ def read_and_assemble(
         transfer=1e3 * clock.transfer,
         assemble=1e3 * assembled,
     )
-    return cache, end, Reading(stages, *_bytes(batch, patches))
+    return cache, end, Reading(stages, *batch.sizes(patches))
 
 
 def _layers(
     runner: ModelRunner,
     library: Library,
-    batch: _Batch,
+    batch: Batch,
     patches: Sequence[Sequence[Record]],
     clock: _Clock,
 ) -> Iterator[list[tuple[LayerKV, LayerPatch | None]]]:
@@ -140,71 +141,3 @@ def _layers(
         clock.decompress += decompressed - read
         clock.transfer += time.perf_counter() - decompressed
         yield [(runner.preamble_layers[layer], None), *zip(canonical, of_chunks, strict=True)]
-
-
-def _bytes(batch: _Batch, patches: Sequence[Sequence[Record]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Stored bytes per chunk, read and in memory."""
-    of_patches = itertools.count(len(patches))
-    read, hot = [], []
-    for index, parts in enumerate(patches):
-        sizes = [batch.stored_bytes(index), *(batch.stored_bytes(next(of_patches)) for _ in parts)]
-        read.append(sum(size for size, _ in sizes))
-        hot.append(sum(size for _, size in sizes))
-    return tuple(read), tuple(hot)
-
-
-class _Batch:
-    """Records that are about to be read together: which are in memory, which must be read, and what is kept after.
-
-    Attributes
-    ----------
-    cold : list of Record
-        Those whose layers must be read, in the order given.
-    """
-
-    def __init__(self, library: Library, records: Sequence[Record]) -> None:
-        self._library, self._records, self._hot = library, records, library.hot
-        self._layers: list[Sequence[LayerKV | LayerPatch] | None] = [None] * len(records)
-        self._positions_hot = [False] * len(records)
-        if self._hot is not None:
-            current = self._hot.check(library.store, (record.key for record in records))
-            for index, record in enumerate(records):
-                if current[record.key] == record.header_checksum:
-                    version = library.version(record)
-                    self._layers[index] = self._hot.get(version, "layers")
-                    self._positions_hot[index] = self._hot.holds(version, "positions")
-        self.cold = [record for record, layers in zip(records, self._layers, strict=True) if layers is None]
-        self._made: list[list[LayerKV | LayerPatch]] = [[] for _ in self.cold]
-
-    def restored(
-        self, number: int, decoded: Sequence[Mapping[str, TensorBytes]]
-    ) -> list[LayerKV | LayerPatch]:
-        """One layer of every record, in the order given.
-
-        Parameters
-        ----------
-        decoded : sequence of mapping
-            Tensors by name of each cold record.
-        """
-        fresh = self._library.restored(self.cold, number, decoded)
-        if self._hot is not None:
-            for made, value in zip(self._made, fresh, strict=True):
-                made.append(value)
-        coming = iter(fresh)
-        return [next(coming) if layers is None else layers[number] for layers in self._layers]
-
-    def keep(self) -> None:
-        """Keep what was read, once all layers were."""
-        if self._hot is None or not self.cold:
-            return
-        for record, made in zip(self.cold, self._made, strict=True):
-            self._hot.put(self._library.version(record), "layers", tuple(made))
-        self._hot.check(self._library.store)
-
-    def stored_bytes(self, index: int) -> tuple[int, int]:
-        """Stored bytes of one record that had to be read, and that were in memory instead."""
-        record = self._records[index]
-        positions = record.tensor("positions").stored_bytes if record.kind == "chunk" else 0
-        layers = assembly_size(record) - positions
-        hot = layers * (self._layers[index] is not None) + positions * self._positions_hot[index]
-        return layers + positions - hot, hot
