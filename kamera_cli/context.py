@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import copy
 import platform
-import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING
 
 from kamera_cli.errors import RefusedError, UsageError
+from kamera_cli.lazy import Lazy, once
 from kamera_cli.model.checkpoint import (
     Checkpoint,
     Contents,
@@ -36,32 +36,8 @@ POSITIONS, SELFTEST, NO_GPU = "positions", "selftest", "no-gpu"
 """State spaces of the store: what position functions answered, which fingerprints passed the self-test, and on which
 hosts it was said that there is no GPU."""
 
-T = TypeVar("T")
 
-_MISSING: Any = object()
-
-
-class once(Generic[T]):
-    """A value of a `Context` that its first use makes, under the lock of the context: others wait and get the same one.
-
-    ``functools.cached_property`` takes no lock since Python 3.12: two threads that ask first would load a model twice.
-    """
-
-    def __init__(self, make: Callable[[Any], T]) -> None:
-        self._make, self.__doc__ = make, make.__doc__
-
-    def __set_name__(self, _owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, context: None, owner: type) -> once[T]: ...
-    @overload
-    def __get__(self, context: Context, owner: type) -> T: ...
-    def __get__(self, context: Context | None, owner: type) -> once[T] | T:
-        return self if context is None else context._first(self._name, self._make)
-
-
-class Context:
+class Context(Lazy):
     """One store and one model.
 
     Parameters
@@ -83,28 +59,16 @@ class Context:
         on_warning: Callable[[str], None] | None = None,
         runner: ModelRunner | None = None,
     ) -> None:
+        super().__init__({} if runner is None else {"runner": runner})
         self.settings = settings
         self.progress = on_progress or (lambda _step: None)
         self.warn = on_warning or (lambda _line: None)
-        self._made: dict[str, Any] = {} if runner is None else {"runner": runner}
-        self._lock = threading.RLock()
         self._numbers: dict[bytes, int] = {}
-
-    def _first(self, name: str, make: Callable[[Any], T]) -> T:
-        """A value by name, made where there is none. One lock serves all, since one value is made from another."""
-        made = self._made.get(name, _MISSING)
-        if made is _MISSING:
-            with self._lock:
-                made = self._made.get(name, _MISSING)
-                if made is _MISSING:
-                    made = self._made[name] = make(self)
-        return made
 
     def close(self) -> None:
         """Release the store; it is opened again by its next use."""
-        with self._lock:
-            hot, store = self._made.get("hot"), self._made.pop("store", None)
-            self._made.pop("library", None)
+        hot = self.made("hot")
+        store, _library = self.forget("store", "library")
         if hot is not None:
             hot.clear()
         if store is not None:
@@ -228,13 +192,13 @@ class Context:
 
     def drop_deleted(self) -> None:
         """Forget in memory what the store no longer holds."""
-        if self._made.get("hot") is not None:
-            self._made["hot"].check(self.store)
+        if (hot := self.made("hot")) is not None:
+            hot.check(self.store)
 
     @property
     def is_loaded(self) -> bool:
         """Whether the model is in memory."""
-        return "runner" in self._made
+        return self.made("runner") is not None
 
     @property
     def dtype_name(self) -> str:

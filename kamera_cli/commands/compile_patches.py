@@ -164,7 +164,7 @@ def _after(result: CompileResult, patch: FormedPatch) -> str:
 
 def replaced_line(result: CompileResult) -> str | None:
     """Which stored patches the new ones took the place of; None where there was none, or just the same."""
-    found = [(patch, patch.replaced) for patch in result.patches if _differs(patch, patch.replaced)]
+    found = [(patch, old) for patch in result.patches if (old := patch.replaced) and _differs(patch, old)]
     if not found:
         return None
     listed = [
@@ -178,9 +178,9 @@ def replaced_line(result: CompileResult) -> str | None:
     return f"took the place of stored patches: {', '.join(listed)}{more}{lost}"
 
 
-def _differs(patch: FormedPatch, old: ReplacedPatch | None) -> bool:
+def _differs(patch: FormedPatch, old: ReplacedPatch) -> bool:
     new = (max(patch.ranks, default=0), patch.trusted_energy, patch.patch_bytes)
-    return old is not None and (old.had_compositions or new != (old.rank, old.energy, old.patch_bytes))
+    return old.had_compositions or new != (old.rank, old.energy, old.patch_bytes)
 
 
 def composed_view(result: CompileResult) -> Iterable[RenderableType]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -80,9 +80,9 @@ def evict(
     )
 
 
-def finish(session: Session, *, compact: bool) -> dict[str, object]:
+def finish(session: Session, *, compact: bool) -> dict[str, Any]:
     """Compact when asked, and say what the file now is: its size and what is free inside it are told apart."""
-    report: dict[str, object] = {}
+    report: dict[str, Any] = {}
     with session.store(read_only=not compact) as store:
         if compact:
             with session.output.working():
@@ -91,7 +91,7 @@ def finish(session: Session, *, compact: bool) -> dict[str, object]:
     return report | {"file_bytes": state.file_bytes, "free_inside_bytes": state.free_inside_bytes}
 
 
-def window_view(result: EvictResult, report: Mapping[str, object]) -> Iterable[RenderableType]:
+def window_view(result: EvictResult, report: Mapping[str, Any]) -> Iterable[RenderableType]:
     """What people see of it."""
     if result.purged:
         would = "would be purged from" if result.dry_run else "purged from"
@@ -115,7 +115,7 @@ def window_view(result: EvictResult, report: Mapping[str, object]) -> Iterable[R
     yield from file_lines(report)
 
 
-def file_lines(report: Mapping[str, object]) -> Iterable[RenderableType]:
+def file_lines(report: Mapping[str, Any]) -> Iterable[RenderableType]:
     """The file's size and what is free inside it."""
     if "compact" in report:
         yield compact_line(report["compact"])

@@ -24,7 +24,7 @@ def recall(
     window: WindowOption = DEFAULT_WINDOW,
     at: Annotated[
         str, typer.Option("--at", metavar="end|N", help="Where: at the end, or as the N-th chunk")
-    ] = RecallOptions.at,
+    ] = str(RecallOptions.at),
     repair: Annotated[
         bool, typer.Option("--repair", help="Also form anew the patches of the cascade in this window")
     ] = False,

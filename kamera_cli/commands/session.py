@@ -190,7 +190,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         function(Session(settings, state.output, ctx.invoked_subcommand), **values)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    signature = inspect.Signature(
         [
             inspect.Parameter("ctx", keyword, annotation=typer.Context),
             *(parameter.replace(kind=keyword) for parameter in own),
@@ -202,9 +202,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             ),
         ]
     )
-    run.__annotations__ = {
-        name: parameter.annotation for name, parameter in run.__signature__.parameters.items()
-    }
+    run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    vars(run)["__signature__"] = signature
     del run.__wrapped__
     return run
 
