@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -158,7 +158,8 @@ def run(argv: Sequence[str]) -> int:
 def command_names() -> list[str]:
     """Every command and subcommand, as in ``models check``, in the order of the help text."""
     names: list[str] = []
-    for name, command in typer.main.get_command(app).commands.items():
+    program: Any = typer.main.get_command(app)
+    for name, command in program.commands.items():
         names += [name, *(f"{name} {inner}" for inner in getattr(command, "commands", ()))]
     return names
 
@@ -171,8 +172,8 @@ def help_text(command: str | None = None, width: int = 100) -> str:
     KeyError
         If there is no such command; a subcommand is written ``models check``.
     """
-    target, path = typer.main.get_command(app), "kamera"
-    context = target.context_class(target, info_name=path, terminal_width=width, max_content_width=width)
+    target: Any = typer.main.get_command(app)
+    context = target.context_class(target, info_name="kamera", terminal_width=width, max_content_width=width)
     for part in (command or "").split():
         target = target.commands[part]
         context = target.context_class(
@@ -213,9 +214,11 @@ def _fail(output: Output, code: int, text: str, error: BaseException | None = No
 def _route_warnings(output: Output) -> None:
     """Python warnings of our own packages become warning lines; those of libraries show with ``-v`` alone."""
 
-    def show(text: Warning | str, category: type[Warning], filename: str, *_: object) -> None:
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, *_: object, **_more: object
+    ) -> None:
         ours = category.__module__.startswith(("kamera_cli", "kamera_store")) or "/kamera_" in filename
         if ours or output.verbose:
-            output.warn(str(text))
+            output.warn(str(message))
 
     warnings.showwarning = show

@@ -28,6 +28,7 @@ LAYERS = (
         "context",
         "factors",
         "hot",
+        "lazy",
         "library",
         "model",
         "operator",
@@ -51,7 +52,7 @@ MAY_IMPORT = {
 NO_TORCH = (
     FACE
     | (FOUNDATION - {"media"})
-    | {"__init__", "context", "engine", "evict", "handle", "window", "window_changes"}
+    | {"__init__", "context", "engine", "evict", "handle", "lazy", "window", "window_changes"}
 )
 """Parts that import no torch at their top level, nor anything that does."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -90,7 +90,7 @@ def compile_patches(
     session.output.result("compile-patches", result, lambda: view(result))
 
 
-def parse_rank(text: str) -> int | str:
+def parse_rank(text: str) -> Any:
     """A whole number as one; anything else is left for `CompileOptions` to judge."""
     return int(text) if text.isascii() and text.isdigit() else text
 

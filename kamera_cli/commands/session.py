@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -89,7 +89,7 @@ class State:
     """What ``app.py`` keeps of one run: the flags that stood before the command, and where to print."""
 
     output: Output
-    flags: dict[str, object] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(ctx: typer.Context, **values: object) -> None:
         state: State = ctx.obj
-        here = {name: values.pop(name) for name in shared}
+        here: dict[str, Any] = {name: values.pop(name) for name in shared}
         flags = state.flags | {name: value for name, value in here.items() if value not in (None, False)}
         state.flags = flags
         state.output.json_mode, state.output.quiet, state.output.verbose = (
