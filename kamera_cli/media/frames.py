@@ -11,7 +11,7 @@ from .container import again, decoded, has_presentation_times, reason_of
 from .errors import MediaError
 
 #: A frame is shown for at most this long; a longer gap between two time stamps is an error of the file.
-MAX_GAP_S = 3600
+MAX_GAP_S = Fraction(3600)
 
 _MAX_STEP_BACK_S = Fraction(1, 2)
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from PIL import Image
@@ -64,29 +65,33 @@ def dequantised() -> dict[str, object]:
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
-def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
+Module = Any
+"""A part of a loaded checkpoint: a `torch.nn.Module` whose attributes only the model's own class knows."""
+
+
+def decoder_of(model: Module) -> Module:
     """The language-model stack (embeddings in, last hidden state out) inside a vision-language or text model."""
     base = body_of(model)
     inner = getattr(base, "language_model", base)
     return getattr(inner, "model", inner)
 
 
-def body_of(model: torch.nn.Module) -> torch.nn.Module:
+def body_of(model: Module) -> Module:
     """What merges pixels into embeddings and runs the decoder: the model without its head, where it has such a part."""
     return getattr(model, "model", model)
 
 
-def keyword_names(module: torch.nn.Module) -> frozenset[str]:
+def keyword_names(module: Module) -> frozenset[str]:
     """Arguments that a module's forward names; others would be handed on to who knows where."""
     return frozenset(inspect.signature(module.forward).parameters)
 
 
-def steps_apart(model: torch.nn.Module) -> bool:
+def steps_apart(model: Module) -> bool:
     """Whether the index function expects each temporal step of a video as an item of its own, after a time stamp."""
     return model.config.model_type.startswith("qwen3_vl")
 
 
-def broken_input(model: torch.nn.Module, kind: str) -> str | None:
+def broken_input(model: Module, kind: str) -> str | None:
     """Why the installed release fails on a kind of media that the architecture takes; None where it works.
 
     Before 5.24 Kimi K2.5's pooled video features are cut by their length before pooling.
@@ -104,17 +109,17 @@ def counts_whole_clip(part: object) -> bool:
     return type(part).__name__.startswith("Qwen3VLVideo")
 
 
-def uses_mrope(decoder: torch.nn.Module) -> bool:
+def uses_mrope(decoder: Module) -> bool:
     """Whether positions have three axes (time, height, width)."""
     return bool((getattr(decoder.config, "rope_parameters", None) or {}).get("mrope_section"))
 
 
-def cache_argument(decoder: torch.nn.Module) -> str:
+def cache_argument(decoder: Module) -> str:
     """Name of the decoder's KV cache argument: ``past_key_values`` before 5.24, ``cache`` since."""
     return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
 
 
-def own_function(attention: torch.nn.Module, name: str) -> Callable | None:
+def own_function(attention: Module, name: str) -> Callable | None:
     """A function of the module that defines an attention layer, such as its ``apply_rotary_pos_emb``."""
     return getattr(sys.modules[type(attention).__module__], name, None)
 
@@ -129,9 +134,7 @@ def picture_for(image_processor: object, pixels: torch.Tensor) -> torch.Tensor |
     return Image.fromarray(pixels.cpu().numpy())
 
 
-def rotary_table(
-    rotary: torch.nn.Module, like: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def rotary_table(rotary: Module, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A rotary module's table at (1, T) or (3, 1, T) positions: what its rotation function takes after q and k.
 
     That is (cos, sin), or one complex tensor; code of the older convention indexes tables of all positions itself.
@@ -142,7 +145,7 @@ def rotary_table(
     return table if isinstance(table, tuple) else (table,)
 
 
-def gives_whole_tables(rotary: torch.nn.Module) -> bool:
+def gives_whole_tables(rotary: Module) -> bool:
     """Whether a rotary module follows the older convention: tables of the first so many positions.
 
     A layer then asks for as many as its cache will be long, so that no token can stand after a gap.
@@ -167,7 +170,7 @@ def first_tokens(cache: DynamicCache, num_tokens: int) -> DynamicCache:
     return view
 
 
-def takes_masks(decoder: torch.nn.Module) -> bool:
+def takes_masks(decoder: Module) -> bool:
     """Whether a decoder takes a mask of one's own, (1, 1, N, P + N), instead of one number per token.
 
     Those of the library do; code that comes beside the weights reads such a mask in a way of its own, if at all.
@@ -182,7 +185,7 @@ def shorten(cache: DynamicCache, num_tokens: int) -> None:
 
 
 def rope_index(
-    model: torch.nn.Module,
+    model: Module,
     input_ids: torch.Tensor,
     token_types: torch.Tensor,
     image_grid: torch.Tensor | None,

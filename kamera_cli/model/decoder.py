@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kamera_cli.model.compat import DynamicCache, cache_argument, decoder_of
+from kamera_cli.model.compat import DynamicCache, Module, cache_argument, decoder_of
 from kamera_cli.model.inputs import Deepstack, Segment
 
 
@@ -23,7 +23,7 @@ class DecoderForward:
         What it calls its cache.
     """
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, model: Module, device: torch.device) -> None:
         self.module = decoder_of(model)
         self.cache_argument = cache_argument(self.module)
         self._embeddings = model.get_input_embeddings()

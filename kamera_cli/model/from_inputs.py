@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from kamera_cli.model.compat import DynamicCache, body_of, keyword_names
+from kamera_cli.model.compat import DynamicCache, Module, body_of, keyword_names
 from kamera_cli.model.decoder import DecoderForward, batched, joined_segments
 from kamera_cli.model.inputs import ChunkInputs, Deepstack, Segment, joined_tensors
 
@@ -53,7 +54,7 @@ class InputForward:
     """
 
     def __init__(
-        self, model: torch.nn.Module, decoder: DecoderForward, device: torch.device, dtype: torch.dtype
+        self, model: Module, decoder: DecoderForward, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.vision_calls = 0
         self._body, self._decoder = body_of(model), decoder
@@ -114,6 +115,7 @@ class InputForward:
         reached: dict = {}
         ids, positions = part.token_ids.to(self._device), part.positions.at(0).to(self._device)
         media = joined_tensors([part], keyword_names(self._body))
+        assert media is not None  # tensors of one chunk stand in one batch
         try:
             with self._at_decoder(reached, stop=True):
                 self._run_body([part], ids, positions, media, None)
@@ -152,7 +154,7 @@ class InputForward:
         """Note what this thread's forward hands to the decoder and what it gets back; ``stop`` ends it there."""
         owner = threading.get_ident()
 
-        def before(_module: torch.nn.Module, _args: tuple, kwargs: dict) -> None:
+        def before(_module: Module, _args: tuple, kwargs: dict) -> None:
             if threading.get_ident() != owner:
                 return
             self._decoder.synchronize()
@@ -160,7 +162,7 @@ class InputForward:
             if stop:
                 raise _ReachedDecoder
 
-        def after(_module: torch.nn.Module, _args: tuple, output: object) -> None:
+        def after(_module: Module, _args: tuple, output: Any) -> None:
             if threading.get_ident() == owner:
                 reached["hidden"] = output[0][0]
 

@@ -70,7 +70,8 @@ def decode(
     on_token : callable, optional
         Receives the text of the answer in pieces, as soon as each is complete.
     """
-    ended, produced, told = runner.eos_ids, [], ""
+    ended, told = runner.eos_ids, ""
+    produced: list[int] = []
     token = first
     while token not in ended and len(produced) < max_new_tokens:
         produced.append(token)

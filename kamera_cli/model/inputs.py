@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from kamera_cli.errors import RefusedError, UsageError
-from kamera_cli.model.compat import VideoMetadata, counts_whole_clip, picture_for
+from kamera_cli.model.compat import Module, VideoMetadata, counts_whole_clip, picture_for
 from kamera_cli.model.positions import RelativePositions, media_positions, text_positions
 
 TYPES = {"image": 1, "video": 2}
@@ -94,8 +95,8 @@ class Frames:
 
 
 def media_inputs(
-    model: torch.nn.Module,
-    processor: object,
+    model: Module,
+    processor: Any,
     block: str,
     kind: str,
     frames: Frames,
@@ -202,7 +203,7 @@ def _token_types(output: Mapping, token_ids: torch.Tensor, placeholders: Mapping
     return types
 
 
-def _size_within(part: object, max_pixels: int, num_frames: int) -> dict[str, int]:
+def _size_within(part: Any, max_pixels: int, num_frames: int) -> dict[str, int]:
     bounds = dict(getattr(part, "size", None) or {})
     if not {"shortest_edge", "longest_edge"} <= {name for name, value in bounds.items() if value is not None}:
         raise UsageError("--max-pixels: this model's processor has no bound on pixels that could be set")

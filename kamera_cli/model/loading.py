@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -14,6 +15,7 @@ from transformers import GenerationConfig
 from kamera_cli.errors import RefusedError, UsageError
 from kamera_cli.model import compat, gguf
 from kamera_cli.model.checkpoint import Checkpoint
+from kamera_cli.model.compat import Module
 from kamera_cli.model.weights import decoder_layer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -34,9 +36,9 @@ class LoadedModel:
     """
 
     checkpoint: Checkpoint
-    model: torch.nn.Module
-    tokenizer: object
-    processor: object | None
+    model: Module
+    tokenizer: Any
+    processor: Any
     device: torch.device
     dtype: torch.dtype
     attention: str
@@ -86,7 +88,7 @@ def load(
 
 def _read(
     checkpoint: Checkpoint, compute: torch.dtype, kernel: str, options: dict[str, bool]
-) -> tuple[torch.nn.Module, object, object | None, dict]:
+) -> tuple[Module, Any, Any, dict]:
     if checkpoint.is_gguf:
         return _read_gguf(checkpoint, compute, kernel)
     architecture, source = checkpoint.architecture, str(checkpoint.path)
@@ -117,9 +119,7 @@ def _read(
     return model, processor.tokenizer, processor, info
 
 
-def _read_gguf(
-    checkpoint: Checkpoint, compute: torch.dtype, kernel: str
-) -> tuple[torch.nn.Module, object, object | None, dict]:
+def _read_gguf(checkpoint: Checkpoint, compute: torch.dtype, kernel: str) -> tuple[Module, Any, Any, dict]:
     with gguf.alone(checkpoint.path) as (folder, name):
         model, info = compat.AutoModelForCausalLM.from_pretrained(
             folder,
@@ -138,7 +138,7 @@ def _read_gguf(
         )
 
 
-def _require_whole(checkpoint: Checkpoint, model: torch.nn.Module, info: dict, compute: torch.dtype) -> None:
+def _require_whole(checkpoint: Checkpoint, model: Module, info: dict, compute: torch.dtype) -> None:
     """Refuse a model that is not, weight by weight, what its files and the wanted dtype say."""
     label = f"model {checkpoint.label}"
     wrong = sorted(map(_name, [*info["missing_keys"], *info["mismatched_keys"]]))
@@ -178,7 +178,7 @@ def _is_of_a_layer(name: str, num_layers: int | None) -> bool:
     return runs and not name.endswith("inv_freq")
 
 
-def _generation_config(checkpoint: Checkpoint, model: torch.nn.Module) -> GenerationConfig:
+def _generation_config(checkpoint: Checkpoint, model: Module) -> GenerationConfig:
     """Settings of generation for a model class that has none of its own, as remote code often has not."""
     if (checkpoint.path / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(str(checkpoint.path), local_files_only=True)

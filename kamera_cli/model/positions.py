@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kamera_cli.model.compat import rope_index, steps_apart
+from kamera_cli.model.compat import Module, rope_index, steps_apart
 from kamera_store.format.keys import fingerprint_digest
 
 
@@ -37,7 +37,7 @@ def text_positions(num_tokens: int, *, mrope: bool) -> RelativePositions:
 
 
 def media_positions(
-    model: torch.nn.Module,
+    model: Module,
     input_ids: torch.Tensor,
     token_types: torch.Tensor,
     *,
@@ -62,7 +62,7 @@ def media_positions(
     return RelativePositions(ids[:, :-1].contiguous(), int(ids[0, -1]))
 
 
-def probe(model: torch.nn.Module, *, mrope: bool, token_ids: dict[str, int]) -> str:
+def probe(model: Module, *, mrope: bool, token_ids: dict[str, int]) -> str:
     """Digest of the installed model's positions for an image, a video, two videos and video + image.
 
     Position rules for video changed between releases; entries made under another rule must not be found. Part of the

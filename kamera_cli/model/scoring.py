@@ -15,6 +15,7 @@ import torch
 
 from kamera_cli.model.compat import (
     DynamicCache,
+    Module,
     cache_argument,
     decoder_of,
     fill_cache,
@@ -82,7 +83,9 @@ def score(
     embeddings = runner.embed(torch.cat([prompt.fed for prompt in prompts]))
     positions = torch.cat([runner.positions_from(start, length) for length in lengths], dim=-1)
     mask = _side_by_side(lengths, caches[0].get_seq_length()).to(runner.device)
-    wanted, bounds, first = [], [], 0
+    wanted: list[int] = []
+    bounds: list[int] = []
+    first = 0
     for prompt, length in zip(prompts, lengths, strict=True):
         answers = prompt.answer_ids.numel()
         wanted += range(first + length - answers, first + length)
@@ -276,7 +279,7 @@ def _forward(
 
 
 @contextmanager
-def _dense_attention(decoder: torch.nn.Module) -> Iterator[None]:
+def _dense_attention(decoder: Module) -> Iterator[None]:
     """SDPA inside the block: flash-attn takes no mask of one's own."""
     config = decoder.config
     # One thread at a time: another would take this one's SDPA for what is to be restored.

@@ -16,6 +16,7 @@ from kamera_cli.model.generate import next_token_kl
 from kamera_cli.model.inputs import ChunkInputs, Segment
 from kamera_cli.model.runner import ModelRunner
 from kamera_cli.operator.assemble import assemble, joined_positions, place
+from kamera_cli.operator.patch import LayerPatch
 from kamera_cli.operator.residual import form
 
 _TOKENS = 24
@@ -133,7 +134,7 @@ def _full_rank(runner: ModelRunner, chunks: list[Segment]) -> Check:
     """Canonical KV with full-rank patches answers like a cold prefill."""
     *context, question = [runner.preamble, *chunks]
     _, reference, captured, _ = runner.prefill([*context, question])
-    parts = [[(layer, None) for layer in captured[0]]]
+    parts: list[list[tuple[LayerKV, LayerPatch | None]]] = [[(layer, None) for layer in captured[0]]]
     for index, chunk in enumerate(context[1:], start=1):
         alone = runner.prefill_captured([runner.preamble, chunk])[1]
         patch = form(captured[index], alone, rank=chunk.num_tokens, energy=1.0, dtype=torch.float32)

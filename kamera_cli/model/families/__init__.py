@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
 from kamera_cli.errors import RefusedError
+from kamera_cli.model.compat import Module
 from kamera_cli.model.families.family import AttentionFamily
 from kamera_cli.model.families.gqa import GQA
 from kamera_cli.model.families.mla import MLA
@@ -13,7 +14,7 @@ TENSOR_NAMES = {"GQA/MHA": GQA.names, "MLA": MLA.names}
 """What each family of `kamera_cli.model.architectures` calls its two tensors, known before a model is loaded."""
 
 
-def family_of(decoder: torch.nn.Module, own_cache: object) -> AttentionFamily:
+def family_of(decoder: Module, own_cache: Any) -> AttentionFamily:
     """The family of a decoder, told by its projections.
 
     Parameters

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from kamera_cli.model.compat import DynamicCache, fill_cache, gives_whole_tables, rotary_table
+from kamera_cli.model.compat import DynamicCache, Module, fill_cache, gives_whole_tables, rotary_table
 
 
 @dataclass
@@ -73,14 +73,14 @@ class AttentionFamily(ABC):
     layer_shapes: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     width_per_pair: int
 
-    def __init__(self, decoder: torch.nn.Module) -> None:
+    def __init__(self, decoder: Module) -> None:
         self.attentions = [layer.self_attn for layer in decoder.layers]
         self.num_layers = len(self.attentions)
         self._rotary = getattr(decoder, "rotary_emb", None) or self.attentions[0].rotary_emb
         self.gapless = gives_whole_tables(self._rotary)
 
     @abstractmethod
-    def hooked(self, attention: torch.nn.Module) -> tuple[tuple[torch.nn.Module, Select], ...]:
+    def hooked(self, attention: Module) -> tuple[tuple[Module, Select], ...]:
         """The modules whose outputs hold the rotary and the plain tensor, each with the part of it that is kept."""
 
     @abstractmethod
@@ -145,7 +145,7 @@ def whole(output: torch.Tensor) -> torch.Tensor:
 def _recorder(into: dict[int, torch.Tensor], layer: int, select: Select, shape: tuple[int, int]) -> Callable:
     owner = threading.get_ident()
 
-    def hook(_module: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> None:
+    def hook(_module: Module, _inputs: tuple, output: torch.Tensor) -> None:
         # Hooks fire for every thread that runs the model; another one's tokens are not ours.
         if threading.get_ident() == owner:
             into[layer] = select(output.detach()).reshape(-1, *shape)

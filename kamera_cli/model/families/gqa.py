@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kamera_cli.errors import RefusedError
-from kamera_cli.model.compat import own_function
+from kamera_cli.model.compat import Module, own_function
 from kamera_cli.model.families.family import AttentionFamily, Rotation, Select, whole
 
 
@@ -14,23 +14,24 @@ class GQA(AttentionFamily):
 
     names = ("keys", "values")
 
-    def __init__(self, decoder: torch.nn.Module) -> None:
+    def __init__(self, decoder: Module) -> None:
         super().__init__(decoder)
         self.layer_shapes = tuple(
-            tuple(
-                (projection.out_features // attention.head_dim, attention.head_dim)
-                for projection in (attention.k_proj, attention.v_proj)
+            (
+                (attention.k_proj.out_features // attention.head_dim, attention.head_dim),
+                (attention.v_proj.out_features // attention.head_dim, attention.head_dim),
             )
             for attention in self.attentions
         )
         self.width_per_pair = 2 * self.attentions[0].head_dim
-        self._apply_rotary = own_function(self.attentions[0], "apply_rotary_pos_emb")
-        if self._apply_rotary is None:
+        apply_rotary = own_function(self.attentions[0], "apply_rotary_pos_emb")
+        if apply_rotary is None:
             raise RefusedError(
                 f"{type(self.attentions[0]).__name__} names no rotation function that kamera knows"
             )
+        self._apply_rotary = apply_rotary
 
-    def hooked(self, attention: torch.nn.Module) -> tuple[tuple[torch.nn.Module, Select], ...]:
+    def hooked(self, attention: Module) -> tuple[tuple[Module, Select], ...]:
         """Keys after the key norm, where there is one, and values; both before RoPE."""
         return (getattr(attention, "k_norm", attention.k_proj), whole), (attention.v_proj, whole)
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from kamera_cli.errors import RefusedError
-from kamera_cli.model.compat import own_function
+from kamera_cli.model.compat import Module, own_function
 from kamera_cli.model.families.family import AttentionFamily, Rotation, Select, whole
 
 Layout = Literal["latent", "expanded"]
@@ -33,7 +33,7 @@ class MLA(AttentionFamily):
 
     names = ("k_rope", "latent")
 
-    def __init__(self, decoder: torch.nn.Module, cache_shapes: tuple[tuple[int, int], ...]) -> None:
+    def __init__(self, decoder: Module, cache_shapes: tuple[tuple[int, int], ...]) -> None:
         super().__init__(decoder)
         self.layer_shapes = tuple(
             ((1, attention.qk_rope_head_dim), (1, attention.kv_lora_rank)) for attention in self.attentions
@@ -43,7 +43,7 @@ class MLA(AttentionFamily):
         self.layout = _layout(first, cache_shapes)
         self._apply_rotary = _rotation_function(first)
 
-    def hooked(self, attention: torch.nn.Module) -> tuple[tuple[torch.nn.Module, Select], ...]:
+    def hooked(self, attention: Module) -> tuple[tuple[Module, Select], ...]:
         """The last columns of the down projection are k_rope; its first ones pass the norm and become the latent."""
         width = attention.qk_rope_head_dim
         return (attention.kv_a_proj_with_mqa, lambda output: output[..., -width:]), (
@@ -72,7 +72,7 @@ class MLA(AttentionFamily):
         return torch.cat([keys, rotated.expand(-1, keys.shape[1], -1, -1)], dim=-1), values
 
 
-def _layout(attention: torch.nn.Module, shapes: tuple[tuple[int, int], ...]) -> Layout:
+def _layout(attention: Module, shapes: tuple[tuple[int, int], ...]) -> Layout:
     rope, nope, value = attention.qk_rope_head_dim, attention.qk_nope_head_dim, attention.v_head_dim
     heads = attention.kv_b_proj.out_features // (nope + value)
     known: dict[tuple, Layout] = {
@@ -85,7 +85,7 @@ def _layout(attention: torch.nn.Module, shapes: tuple[tuple[int, int], ...]) -> 
     return known[shapes]
 
 
-def _rotation_function(attention: torch.nn.Module):
+def _rotation_function(attention: Module):
     """The function that the layer itself calls: on complex pairs, on interleaved pairs, or on halves."""
     for name, used in (
         ("apply_rotary_emb", True),
