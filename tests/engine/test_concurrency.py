@@ -80,8 +80,8 @@ def test_a_context_that_names_chunks_shares_what_was_made(open_engine, tmp_path)
     plain = engine.context
     named = plain.numbered(engine.window())
     chunk = identity_of(engine.window().entries[1])
-    assert (plain.number(chunk), plain.label(chunk)) == (0, chunk.short_id)
-    assert (named.number(chunk), named.label(chunk)) == (2, "2")
+    assert (plain.number(chunk.key), plain.label(chunk)) == (0, chunk.short_id)
+    assert (named.number(chunk.key), named.label(chunk)) == (2, "2")
     assert named.runner is plain.runner and named.store is plain.store
     named.close()
     assert named.store is plain.store
