@@ -252,7 +252,7 @@ def test_what_does_not_enter_the_computation_changes_nothing(open_engine, copied
 
 def test_other_positions_of_an_installed_release_are_another_model(open_engine, tmp_path, monkeypatch):
     """TF-7: entries made under another position rule are not found."""
-    from kamera_cli.engine import POSITIONS
+    from kamera_cli.context import POSITIONS
     from kamera_cli.model import checkpoint
 
     engine = open_engine()
