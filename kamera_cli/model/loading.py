@@ -141,7 +141,12 @@ def _read_gguf(checkpoint: Checkpoint, compute: torch.dtype, kernel: str) -> tup
 def _require_whole(checkpoint: Checkpoint, model: Module, info: dict, compute: torch.dtype) -> None:
     """Refuse a model that is not, weight by weight, what its files and the wanted dtype say."""
     label = f"model {checkpoint.label}"
-    wrong = sorted(map(_name, [*info["missing_keys"], *info["mismatched_keys"]]))
+    absent = set(map(_name, info["missing_keys"]))
+    held = dict(model.named_parameters(remove_duplicate=False))
+    loaded = {id(tensor) for name, tensor in held.items() if name not in absent}
+    # A tied weight may be named as missing, although it is the very tensor that was loaded under its other name.
+    absent = {name for name in absent if id(held.get(name)) not in loaded}
+    wrong = sorted([*absent, *map(_name, info["mismatched_keys"])])
     if wrong:
         raise RefusedError(f"{label}: {len(wrong)} weights missing or of another shape, first {wrong[0]}")
     layers = checkpoint.num_layers
