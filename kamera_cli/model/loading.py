@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,10 @@ _FAILURES = (
     SyntaxError, AssertionError, SafetensorError, StrictDataclassError,
 )  # fmt: skip
 """What the Auto classes, and a model's own code that they run, raise over files that do not fit."""
+
+_LOADING = threading.Lock()
+"""Held while transformers reads a checkpoint: it switches off initialisation and weight tying for the whole process
+meanwhile, and two threads that load at once would leave them off for good."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,8 @@ def load(
     kernel = _attention(attention, target, compute, remote_code=checkpoint.architecture.remote_code)
     options = {"trust_remote_code": True} if trust_remote_code else {}
     try:
-        model, tokenizer, processor, info = _read(checkpoint, compute, kernel, options)
+        with _LOADING:
+            model, tokenizer, processor, info = _read(checkpoint, compute, kernel, options)
     except _FAILURES as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise RefusedError(f"model {checkpoint.label} cannot be loaded: {reason}") from error
@@ -141,12 +147,7 @@ def _read_gguf(checkpoint: Checkpoint, compute: torch.dtype, kernel: str) -> tup
 def _require_whole(checkpoint: Checkpoint, model: Module, info: dict, compute: torch.dtype) -> None:
     """Refuse a model that is not, weight by weight, what its files and the wanted dtype say."""
     label = f"model {checkpoint.label}"
-    absent = set(map(_name, info["missing_keys"]))
-    held = dict(model.named_parameters(remove_duplicate=False))
-    loaded = {id(tensor) for name, tensor in held.items() if name not in absent}
-    # A tied weight may be named as missing, although it is the very tensor that was loaded under its other name.
-    absent = {name for name in absent if id(held.get(name)) not in loaded}
-    wrong = sorted([*absent, *map(_name, info["mismatched_keys"])])
+    wrong = sorted(map(_name, [*info["missing_keys"], *info["mismatched_keys"]]))
     if wrong:
         raise RefusedError(f"{label}: {len(wrong)} weights missing or of another shape, first {wrong[0]}")
     layers = checkpoint.num_layers

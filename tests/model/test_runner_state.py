@@ -142,3 +142,33 @@ def test_a_capture_does_not_hear_another_threads_forward(runners):
     for thread in threads:
         thread.join()
     assert not wrong and sorted(finished) == [0, 1, 2, 3]
+
+
+def test_one_thread_at_a_time_reads_a_checkpoint(checkpoints, monkeypatch):
+    """transformers changes process-wide state meanwhile, and two engines have no lock in common."""
+    from kamera_cli.model import loading
+    from kamera_cli.model.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(str(checkpoints("llama")), trust_remote_code=False)
+    real, inside, most = loading._read, threading.Semaphore(0), []
+    started = threading.Barrier(3)
+
+    def counted(*arguments):
+        inside.release()
+        try:
+            most.append(inside._value)
+            return real(*arguments)
+        finally:
+            inside.acquire()
+
+    def load():
+        started.wait()
+        loading.load(checkpoint, device="cpu", dtype="fp32", attention="auto", trust_remote_code=False)
+
+    monkeypatch.setattr(loading, "_read", counted)
+    threads = [threading.Thread(target=load) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1]
